@@ -1,0 +1,15 @@
+"""Every environment variable the package reads. Each is read once, at import.
+
+``SWITCHES`` lists them for ``python -m packhorse doctor``.
+"""
+
+import os
+from typing import Final
+
+#: Check the values of index tensors on the device (an async assert, no host sync). Off by default.
+CHECK_VALUES: Final[bool] = os.environ.get("PACKHORSE_CHECK", "0") == "1"
+
+#: name -> what it does.
+SWITCHES: Final[dict[str, str]] = {
+    "PACKHORSE_CHECK": "1: check index values on the device, without a host sync",
+}
