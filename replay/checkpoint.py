@@ -1,0 +1,249 @@
+"""Read a Hugging Face checkpoint folder: config.json, and weights one tensor at a time.
+
+Nothing here imports Megatron or transformers. A folder is one model of the ``qwen3_moe`` family;
+each setting that the trainer's model would not reproduce is refused by its name in config.json,
+since a setting that is ignored shows only as a wrong logprob.
+
+Source: transformers ``Qwen3MoeConfig``. transformers 5 writes ``num_local_experts`` and
+``rope_parameters``; older versions wrote ``num_experts``, ``rope_theta`` and ``rope_scaling``.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+MODEL_TYPES = ("qwen3_moe",)
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """What a trainer needs of config.json. Layers count from 0."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_experts: int
+    topk: int
+    moe_intermediate_size: int
+    renormalise: bool
+    rms_norm_eps: float
+    rope_theta: float
+    vocab_size: int
+    max_positions: int
+    moe_layers: tuple[int, ...]
+
+
+def read_config(directory: str | Path) -> MoeConfig:
+    """Read and check ``directory``/config.json.
+
+    Raises:
+        ValueError: the file is missing or is no JSON object, the model family is not one of
+            ``MODEL_TYPES``, a setting is missing, or a setting is one that is not reproduced.
+    """
+    path = Path(directory) / "config.json"
+    raw = _read_json(path)
+    model_type = raw.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise ValueError(
+            f"read_config: {path}: model_type {model_type!r} cannot be loaded;"
+            f" known: {', '.join(MODEL_TYPES)}"
+        )
+    setting = _Settings(path, raw)
+    _refuse_unsupported(setting)
+
+    num_layers = setting.count("num_hidden_layers")
+    hidden_size = setting.count("hidden_size")
+    num_heads = setting.count("num_attention_heads")
+    rope = raw.get("rope_parameters") or {}
+    theta = rope.get("rope_theta", raw.get("rope_theta"))
+    if not isinstance(theta, int | float):
+        raise ValueError(f"read_config: {path}: rope_theta is missing")
+    topk = setting.count("num_experts_per_tok")
+    num_experts = setting.count("num_experts", "num_local_experts")
+    if topk > num_experts:
+        raise ValueError(
+            f"read_config: {path}: num_experts_per_tok={topk} of {num_experts} experts"
+        )
+    num_kv_heads = setting.count("num_key_value_heads")
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"read_config: {path}: {num_heads} attention heads for {num_kv_heads} key-value heads"
+        )
+    return MoeConfig(
+        model_type=model_type,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        intermediate_size=setting.count("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=setting.count("head_dim", default=hidden_size // num_heads),
+        num_experts=num_experts,
+        topk=topk,
+        moe_intermediate_size=setting.count("moe_intermediate_size"),
+        renormalise=bool(raw.get("norm_topk_prob", False)),
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope_theta=float(theta),
+        vocab_size=setting.count("vocab_size"),
+        max_positions=setting.count("max_position_embeddings", default=32768),
+        moe_layers=_moe_layers(setting, num_layers),
+    )
+
+
+class Checkpoint:
+    """The weights of a folder: one model.safetensors, or shards named by its index.
+
+    Files are mapped and a tensor is read when it is asked for, so at most one weight is in memory
+    beside the model. Use as a context manager.
+
+    Raises:
+        ValueError: there are no safetensors files, a file is missing or broken, or a tensor is
+            asked for that is not there.
+    """
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        self._files: dict[str, Any] = {}
+        self._open: list[Any] = []
+        try:
+            self._map_files()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._files)
+
+    def tensor(self, name: str) -> Tensor:
+        """The weight of that name, on the CPU, in the dtype of the file."""
+        if name not in self._files:
+            raise ValueError(f"Checkpoint: {self.directory}: weight {name} is missing")
+        return self._files[name].get_tensor(name)
+
+    def close(self) -> None:
+        self._files.clear()
+        for handle in self._open:
+            handle.__exit__(None, None, None)
+        self._open.clear()
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _map_files(self) -> None:
+        index = self.directory / _INDEX
+        if index.exists():
+            where = _read_json(index).get("weight_map")
+            if not isinstance(where, dict):
+                raise ValueError(f"Checkpoint: {index}: weight_map is missing")
+            for file in sorted(set(where.values())):
+                self._map_file(self.directory / file)
+            for name, file in where.items():
+                if name not in self._files:
+                    raise ValueError(f"Checkpoint: {self.directory / file}: {name} is missing")
+        elif (self.directory / _SINGLE).exists():
+            self._map_file(self.directory / _SINGLE)
+        else:
+            raise ValueError(f"Checkpoint: {self.directory}: neither {_SINGLE} nor {_INDEX}")
+
+    def _map_file(self, path: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            handle = safe_open(path, framework="pt")
+            handle.__enter__()
+        except (OSError, SafetensorError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"Checkpoint: {path}: {reason}") from error
+        self._open.append(handle)
+        for name in handle.keys():  # noqa: SIM118  (not a mapping)
+            if name in self._files:
+                raise ValueError(f"Checkpoint: {path}: {name} is in two files")
+            self._files[name] = handle
+
+
+# --- config.json ----------------------------------------------------------------------------------
+
+
+class _Settings:
+    def __init__(self, path: Path, raw: dict[str, Any]):
+        self.path, self.raw = path, raw
+
+    def count(self, *names: str, default: int | None = None) -> int:
+        """The first of ``names`` that is set: an integer of at least 1."""
+        for name in names:
+            value = self.raw.get(name)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"read_config: {self.path}: {name}={value!r} is not a count")
+            return value
+        if default is None:
+            raise ValueError(f"read_config: {self.path}: {' or '.join(names)} is missing")
+        return default
+
+    def refuse_unless(self, name: str, *allowed: Any) -> None:
+        value = self.raw.get(name, allowed[0])
+        if value not in allowed:
+            raise ValueError(f"read_config: {self.path}: {name}={value!r} is not supported")
+
+
+def _refuse_unsupported(setting: _Settings) -> None:
+    setting.refuse_unless("hidden_act", "silu")
+    setting.refuse_unless("attention_bias", False, None)
+    setting.refuse_unless("tie_word_embeddings", False, None)
+    setting.refuse_unless("use_sliding_window", False, None)
+    if setting.raw.get("use_sliding_window") is None:
+        setting.refuse_unless("sliding_window", None)
+    setting.refuse_unless("quantization_config", None)
+    rope = setting.raw.get("rope_parameters") or setting.raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"read_config: {setting.path}: rope_parameters={rope!r} is not supported")
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type != "default":
+        raise ValueError(f"read_config: {setting.path}: rope_type={rope_type!r} is not supported")
+    partial = rope.get("partial_rotary_factor", setting.raw.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise ValueError(
+            f"read_config: {setting.path}: partial_rotary_factor={partial!r} is not supported"
+        )
+
+
+def _moe_layers(setting: _Settings, num_layers: int) -> tuple[int, ...]:
+    """The rule of transformers' ``Qwen3MoeDecoderLayer``."""
+    dense = setting.raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise ValueError(
+            f"read_config: {setting.path}: mlp_only_layers={dense!r} is not a list of layers"
+        )
+    step = setting.count("decoder_sparse_step", default=1)
+    layers = tuple(
+        layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0
+    )
+    if not layers:
+        raise ValueError(f"read_config: {setting.path}: no layer has experts")
+    return layers
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"read_config: {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"read_config: {path}: not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"read_config: {path}: not a JSON object")
+    return value
