@@ -1,0 +1,230 @@
+"""Row ids of a rank's tokens: for each token slot, which row of a packed field belongs to it.
+
+    slot i -> (sequence b, position s)      by binary search over the padded offsets ("thd"),
+                                            or s outer, b inner ("bshd")
+    s      -> s + shift                     next-token fields look one position ahead
+    row_ids[i] = bases[b] + s - starts[b]   where 0 <= s - starts[b] < counts[b], else -1
+
+A sequence padded to P tokens gives each of R context-parallel ranks P/R of them: chunks r and
+2R-1-r of 2R ("zigzag") or chunk r of R ("contiguous"). All of it is integer arithmetic on a table
+of a few integers a sequence; nothing is read back.
+
+Sizes: B sequences (a tail pad counts as one, with no rows), M row ids. Contract: shift 0 or 1;
+starts[b] + counts[b] does not pass the padded length of b, so a shifted last slot finds no row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# --- reference: the specification, and what CPU tensors run ---------------------------------------
+
+
+def row_ids_reference(
+    offsets: Tensor,
+    segments: Tensor,
+    num_ids: int,
+    first_id: int,
+    cp_size: int,
+    cp_rank: int,
+    zigzag: bool,
+    position_major: bool,
+    shift: int,
+) -> Tensor:
+    slots = torch.arange(first_id, first_id + num_ids, device=offsets.device)
+    offsets = offsets.long()
+    if position_major:  # bshd: every sequence has offsets[1] tokens here
+        num_sequences = segments.shape[1]
+        sequence, local = slots % num_sequences, slots // num_sequences
+        local_length = offsets[1].expand(num_ids)
+    else:
+        sequence = torch.searchsorted(offsets, slots, right=True) - 1
+        local = slots - offsets[sequence]
+        local_length = offsets[sequence + 1] - offsets[sequence]
+    if zigzag:
+        half = local_length // 2
+        mirrored = local >= half
+        position = torch.where(
+            mirrored, local + (2 * cp_size - 2 - cp_rank) * half, local + cp_rank * half
+        )
+    else:
+        position = local + cp_rank * local_length
+    bases, counts, starts = segments.long()[:, sequence]
+    row = position + shift - starts
+    return torch.where((row >= 0) & (row < counts), bases + row, -1)
+
+
+# --- Triton ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def position_in_sequence(local, local_length, cp_size, cp_rank, ZIGZAG: tl.constexpr):
+    """Position in the padded sequence of its ``local``-th token on this context-parallel rank."""
+    if ZIGZAG:
+        half = local_length // 2
+        # the second half is chunk 2R-1-r, and local already counts one half
+        position = tl.where(
+            local < half, local + cp_rank * half, local + (2 * cp_size - 2 - cp_rank) * half
+        )
+    else:
+        position = local + cp_rank * local_length
+    return position
+
+
+@triton.jit(
+    do_not_specialize=["num_ids", "first_id", "num_sequences", "num_steps", "cp_size", "cp_rank"]
+)
+def _make_row_ids_kernel(
+    offsets_ptr,  # [B + 1] int32; with POSITION_MAJOR [2]: 0, tokens of a sequence on this rank
+    segments_ptr,  # [3, B] int32: bases, counts, starts
+    row_ids_ptr,  # [M] int64
+    num_ids,  # M
+    first_id,  # slot of row_ids[0]
+    num_sequences,  # B
+    num_steps,  # of the binary search: 2**num_steps >= B
+    cp_size,
+    cp_rank,
+    shift,
+    ZIGZAG: tl.constexpr,
+    POSITION_MAJOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    ids = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_bounds = ids < num_ids
+    slots = ids + first_id
+    if POSITION_MAJOR:
+        sequence = slots % num_sequences
+        local = slots // num_sequences
+        local_length = tl.load(offsets_ptr + 1)
+    else:
+        # the last sequence whose offset is <= slot: empty sequences are stepped over
+        low = tl.zeros([BLOCK_M], dtype=tl.int32)
+        high = low + num_sequences - 1
+        for _ in range(0, num_steps):
+            middle = (low + high + 1) // 2
+            begins = tl.load(offsets_ptr + middle, mask=in_bounds, other=0) <= slots
+            low = tl.where(begins, middle, low)
+            high = tl.where(begins, high, middle - 1)
+        sequence = low
+        begin = tl.load(offsets_ptr + sequence, mask=in_bounds, other=0)
+        local = slots - begin
+        local_length = tl.load(offsets_ptr + sequence + 1, mask=in_bounds, other=0) - begin
+    position = position_in_sequence(local, local_length, cp_size, cp_rank, ZIGZAG)
+    base = tl.load(segments_ptr + sequence, mask=in_bounds, other=0)
+    count = tl.load(segments_ptr + num_sequences + sequence, mask=in_bounds, other=0)
+    start = tl.load(segments_ptr + 2 * num_sequences + sequence, mask=in_bounds, other=0)
+    row = position + shift - start
+    found = (row >= 0) & (row < count)
+    tl.store(row_ids_ptr + ids, tl.where(found, base + row, -1).to(tl.int64), mask=in_bounds)
+
+
+_BLOCK_M = 512
+
+
+def _row_ids_cuda(
+    offsets: Tensor,
+    segments: Tensor,
+    num_ids: int,
+    first_id: int,
+    cp_size: int,
+    cp_rank: int,
+    zigzag: bool,
+    position_major: bool,
+    shift: int,
+) -> Tensor:
+    out = offsets.new_empty(num_ids, dtype=torch.int64)
+    num_sequences = segments.shape[1]
+    if num_ids == 0:
+        return out
+    with torch.cuda.device_of(offsets):
+        _make_row_ids_kernel[((num_ids + _BLOCK_M - 1) // _BLOCK_M,)](
+            offsets, segments, out, num_ids, first_id, num_sequences,
+            (num_sequences - 1).bit_length(), cp_size, cp_rank, shift,
+            ZIGZAG=zigzag, POSITION_MAJOR=position_major, BLOCK_M=_BLOCK_M,
+        )  # fmt: skip
+    return out
+
+
+# --- operator -------------------------------------------------------------------------------------
+
+torch.library.define(
+    "packhorse::row_ids",
+    "(Tensor offsets, Tensor segments, SymInt num_ids, SymInt first_id, int cp_size, int cp_rank,"
+    " bool zigzag, bool position_major, int shift) -> Tensor",
+)
+torch.library.impl("packhorse::row_ids", "CPU", row_ids_reference)
+torch.library.impl("packhorse::row_ids", "CUDA", _row_ids_cuda)
+
+
+@torch.library.register_fake("packhorse::row_ids")
+def _row_ids_fake(
+    offsets, segments, num_ids, first_id, cp_size, cp_rank, zigzag, position_major, shift
+) -> Tensor:
+    return offsets.new_empty(num_ids, dtype=torch.int64)
+
+
+_row_ids_op = torch.ops.packhorse.row_ids.default
+
+
+# --- public API -----------------------------------------------------------------------------------
+
+
+def make_row_ids(
+    offsets: Tensor,
+    segments: Tensor,
+    num_ids: int,
+    *,
+    first_id: int = 0,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    zigzag: bool = False,
+    position_major: bool = False,
+    shift: int = 0,
+) -> Tensor:
+    """Row id of each token slot of one rank. ``TokenLayout.row_ids`` is the usual way to call it.
+
+    Args:
+        offsets: [B + 1] int32, contiguous: where each sequence begins among this context-parallel
+            rank's tokens, 0 first. With ``position_major`` [2]: 0 and the tokens of one sequence.
+        segments: [3, B] int32, contiguous, on ``offsets.device``: of each sequence the row id of
+            its first row, its number of rows, and the position of the first row.
+        num_ids: M, slots ``first_id`` to ``first_id + M - 1``.
+        first_id: first slot, >= 0: where a sequence-parallel slice begins.
+        cp_size, cp_rank: context-parallel ranks and this one.
+        zigzag: this rank holds chunks r and 2R-1-r of each sequence; else chunk r of R.
+        position_major: slots run over sequences first (the router's order of ``[s, b, h]``).
+        shift: 1 for the next token's row, else 0.
+
+    Returns:
+        [M] int64, -1 where the slot has no row.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device is wrong, or a number is out of range.
+            The values of the tables are not read.
+    """
+    name = "make_row_ids"
+    for field, table in (("offsets", offsets), ("segments", segments)):
+        if table.dtype != torch.int32:
+            raise TypeError(f"{name}: {field} must be int32, got {table.dtype}")
+        if not table.is_contiguous():
+            raise ValueError(f"{name}: {field} must be contiguous")
+    if segments.dim() != 2 or segments.shape[0] != 3:
+        raise ValueError(f"{name}: segments must be [3, B], got {tuple(segments.shape)}")
+    expected = 2 if position_major else segments.shape[1] + 1
+    if offsets.dim() != 1 or offsets.shape[0] != expected:
+        raise ValueError(f"{name}: offsets must be [{expected}], got {tuple(offsets.shape)}")
+    if segments.device != offsets.device:
+        raise ValueError(f"{name}: segments on {segments.device}, offsets on {offsets.device}")
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"{name}: cp_rank={cp_rank} is not in [0, cp_size={cp_size})")
+    if shift not in (0, 1):
+        raise ValueError(f"{name}: shift must be 0 or 1, got {shift}")
+    if num_ids < 0 or first_id < 0:
+        raise ValueError(f"{name}: num_ids={num_ids} and first_id={first_id} must be >= 0")
+    if num_ids > 0 and segments.shape[1] == 0:
+        raise ValueError(f"{name}: {num_ids} slots, but segments name no sequence")
+    return _row_ids_op(
+        offsets, segments, num_ids, first_id, cp_size, cp_rank, zigzag and cp_size > 1,
+        position_major, shift,
+    )  # fmt: skip

@@ -1,0 +1,335 @@
+"""Routes of a rank: its layers, its tokens, one pass, widened once, dummies where none exist.
+
+    topk_ids[j, i, k]  = routes[row_ids[i], layers[j], k]     where row_ids[i] >= 0
+                       = dummy(ordinal(i), k)                 else
+    padding_mask[i]    = row_ids[i] < 0
+
+A dummy row holds K distinct experts, since Megatron's dispatcher counts tokens x topk. "constant"
+is 0..K-1. "spread" deals the rank's dummy assignments over all E experts, one expert-parallel rank
+after another: assignment a = ordinal * K + k (+ an offset of the rank's own) goes to expert
+``(a mod EP) * (E / EP) + (a div EP) mod (E / EP)``; ordinal(i) counts the missing rows before i.
+
+Sizes: N packed rows, L captured layers, J layers of this rank, M row ids, K experts a token,
+E experts.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from packhorse._env import CHECK_VALUES
+from packhorse.packed.sentinels import MISSING_ROW
+
+ROUTE_DTYPES = frozenset({torch.uint8, torch.int16, torch.int32})
+TOPK_ID_DTYPES = frozenset({torch.int32, torch.int64})
+
+Dummy = Literal["constant", "spread"]
+
+# --- reference: the specification, and what CPU tensors run ---------------------------------------
+
+
+def gather_routes_reference(
+    routes: Tensor,
+    row_ids: Tensor,
+    layers: Tensor | None,
+    first_layer: int,
+    layer_step: int,
+    num_layers: int,
+    num_experts: int,
+    spread: bool,
+    ep_size: int,
+    spread_offset: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    topk = routes.shape[2]
+    if layers is None:
+        layers = first_layer + layer_step * torch.arange(num_layers, device=routes.device)
+    missing = row_ids < 0
+    dummies = torch.arange(topk, device=routes.device)[None].expand(row_ids.shape[0], topk)
+    if spread:
+        per_rank = num_experts // ep_size
+        ordinals = missing.cumsum(0) - missing.long()
+        assignment = ordinals[:, None] * topk + dummies + spread_offset
+        dummies = (assignment % ep_size) * per_rank + (assignment // ep_size) % per_rank
+    out = dummies.to(dtype)[None].repeat(num_layers, 1, 1)
+    rows = row_ids[~missing]
+    for j, layer in enumerate(layers.tolist()):
+        out[j, ~missing] = routes[rows, layer].to(dtype)
+    return out, missing
+
+
+# --- Triton ---------------------------------------------------------------------------------------
+
+
+@triton.jit(
+    do_not_specialize=["num_ids", "first_layer", "layer_step", "spread_offset", "num_experts"]
+)
+def _gather_routes_kernel(
+    routes_ptr,  # [N, L, K] uint8 | int16 | int32, unit stride along K
+    row_ids_ptr,  # [M] int64
+    layers_ptr,  # [J] int32, or None: first_layer + layer_step * j
+    ordinals_ptr,  # [M] int64 missing rows before each slot, or None: constant dummies
+    topk_ids_ptr,  # [J, M, K] int32 | int64
+    mask_ptr,  # [M] uint8
+    num_ids,  # M
+    first_layer,
+    layer_step,
+    num_layers,  # J
+    stride_routes_row,  # elements
+    stride_routes_layer,
+    num_experts,  # E
+    ep_size,
+    spread_offset,
+    TOPK: tl.constexpr,  # K
+    PACKED_ROW: tl.constexpr,  # layers stand one after another in a row, K is a power of 2
+    EVEN_LAYERS: tl.constexpr,  # BLOCK_L divides J
+    BLOCK_M: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    slot_begin = tl.program_id(0).to(tl.int64) * BLOCK_M
+    slots = slot_begin + tl.arange(0, BLOCK_M)
+    slot_mask = slots < num_ids
+    rows = tl.load(row_ids_ptr + slots, mask=slot_mask, other=-1)
+    present = rows >= 0
+    layer_begin = tl.program_id(1) * BLOCK_L
+    if tl.program_id(1) == 0:
+        tl.store(mask_ptr + slots, (rows < 0).to(tl.uint8), mask=slot_mask)
+
+    if PACKED_ROW:
+        # a row's layers are one run of BLOCK_L * K elements: wide loads, then one transpose
+        cols = tl.arange(0, BLOCK_L * BLOCK_K)
+        src = rows[:, None] * stride_routes_row + (
+            (first_layer + layer_begin) * BLOCK_K + cols
+        ).to(tl.int64)[None, :]  # fmt: skip
+        wanted = present[:, None]
+        if not EVEN_LAYERS:
+            wanted = wanted & (layer_begin * BLOCK_K + cols < num_layers * BLOCK_K)[None, :]
+        values = tl.load(routes_ptr + src, mask=wanted, other=0)
+        values = tl.reshape(values, [BLOCK_M, BLOCK_L, BLOCK_K])
+        values = tl.permute(values, (1, 0, 2))  # [BLOCK_L, BLOCK_M, K]
+    else:
+        layer = layer_begin + tl.arange(0, BLOCK_L)
+        k = tl.arange(0, BLOCK_K)
+        if layers_ptr is None:
+            captured = first_layer + layer_step * layer
+        else:
+            captured = tl.load(layers_ptr + layer, mask=layer < num_layers, other=0)
+        src = (
+            rows[None, :, None] * stride_routes_row
+            + captured.to(tl.int64)[:, None, None] * stride_routes_layer
+            + k[None, None, :]
+        )
+        wanted = (
+            present[None, :, None] & (layer < num_layers)[:, None, None] & (k < TOPK)[None, None, :]
+        )
+        values = tl.load(routes_ptr + src, mask=wanted, other=0)
+
+    values = values.to(topk_ids_ptr.dtype.element_ty)
+    k = tl.arange(0, BLOCK_K)
+    if ordinals_ptr is None:
+        dummies = tl.broadcast_to(k[None, :], [BLOCK_M, BLOCK_K])
+    else:
+        ordinals = tl.load(ordinals_ptr + slots, mask=slot_mask, other=0)
+        assignment = ordinals[:, None] * TOPK + k[None, :] + spread_offset
+        per_rank = num_experts // ep_size
+        dummies = (assignment % ep_size) * per_rank + (assignment // ep_size) % per_rank
+    dummies = dummies.to(values.dtype)
+    values = tl.where(present[None, :, None], values, dummies[None, :, :])
+
+    if BLOCK_K == TOPK:
+        # one layer's tokens are one run of BLOCK_M * K elements
+        values = tl.reshape(values, [BLOCK_L, BLOCK_M * BLOCK_K])
+        layer = layer_begin + tl.arange(0, BLOCK_L)
+        cols = tl.arange(0, BLOCK_M * BLOCK_K)
+        left = (num_ids - slot_begin) * BLOCK_K
+        dst = (layer.to(tl.int64) * num_ids + slot_begin)[:, None] * BLOCK_K + cols[None, :]
+        stored = (layer < num_layers)[:, None] & (cols < left)[None, :]
+        tl.store(topk_ids_ptr + dst, values, mask=stored)
+    else:
+        layer = layer_begin + tl.arange(0, BLOCK_L)
+        dst = (layer.to(tl.int64)[:, None] * num_ids + slots[None, :])[:, :, None] * TOPK + k[
+            None, None, :
+        ]
+        stored = (
+            (layer < num_layers)[:, None, None]
+            & slot_mask[None, :, None]
+            & (k < TOPK)[None, None, :]
+        )
+        tl.store(topk_ids_ptr + dst, values, mask=stored)
+
+
+def _gather_routes_cuda(
+    routes: Tensor,
+    row_ids: Tensor,
+    layers: Tensor | None,
+    first_layer: int,
+    layer_step: int,
+    num_layers: int,
+    num_experts: int,
+    spread: bool,
+    ep_size: int,
+    spread_offset: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    num_ids, topk = row_ids.shape[0], routes.shape[2]
+    if routes.stride(2) != 1 and topk > 1:
+        routes = routes.contiguous()
+    out = routes.new_empty((num_layers, num_ids, topk), dtype=dtype)
+    mask = routes.new_empty(num_ids, dtype=torch.uint8)
+    if num_ids == 0:
+        return out, mask.view(torch.bool)
+    if num_layers == 0 or topk == 0:
+        return out, row_ids < 0
+    ordinals = None
+    if spread:
+        missing = (row_ids < 0).long()
+        ordinals = missing.cumsum(0) - missing
+    block_k = triton.next_power_of_2(topk)
+    packed_row = (
+        layers is None
+        and layer_step == 1
+        and block_k == topk
+        and (routes.stride(1) == topk or num_layers == 1)
+    )
+    block_l = max(1, min(128 // block_k, triton.next_power_of_2(num_layers)))
+    block_m = max(16, 4096 // (block_l * block_k))
+    grid = ((num_ids + block_m - 1) // block_m, (num_layers + block_l - 1) // block_l)
+    with torch.cuda.device_of(routes):
+        _gather_routes_kernel[grid](
+            routes, row_ids, layers, ordinals, out, mask, num_ids, first_layer, layer_step,
+            num_layers, routes.stride(0), routes.stride(1), num_experts, ep_size, spread_offset,
+            TOPK=topk, PACKED_ROW=packed_row, EVEN_LAYERS=num_layers % block_l == 0,
+            BLOCK_M=block_m, BLOCK_L=block_l, BLOCK_K=block_k,
+        )  # fmt: skip
+    return out, mask.view(torch.bool)
+
+
+# --- operator -------------------------------------------------------------------------------------
+
+torch.library.define(
+    "packhorse::gather_routes",
+    "(Tensor routes, Tensor row_ids, Tensor? layers, int first_layer, int layer_step,"
+    " int num_layers, int num_experts, bool spread, int ep_size, int spread_offset,"
+    " ScalarType dtype) -> (Tensor, Tensor)",
+)
+torch.library.impl("packhorse::gather_routes", "CPU", gather_routes_reference)
+torch.library.impl("packhorse::gather_routes", "CUDA", _gather_routes_cuda)
+
+
+@torch.library.register_fake("packhorse::gather_routes")
+def _gather_routes_fake(
+    routes, row_ids, layers, first_layer, layer_step, num_layers, num_experts, spread, ep_size,
+    spread_offset, dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    num_ids = row_ids.shape[0]
+    out = routes.new_empty((num_layers, num_ids, routes.shape[2]), dtype=dtype)
+    return out, routes.new_empty(num_ids, dtype=torch.bool)
+
+
+_gather_routes_op = torch.ops.packhorse.gather_routes.default
+
+
+# --- public API -----------------------------------------------------------------------------------
+
+
+def gather_routes(
+    routes: Tensor,
+    row_ids: Tensor,
+    layers: range | Sequence[int] | Tensor,
+    *,
+    num_experts: int,
+    dtype: torch.dtype = torch.int32,
+    dummy: Dummy = "constant",
+    ep_size: int = 1,
+    spread_offset: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Experts of this rank's tokens in each of its layers, and the router padding mask.
+
+    Args:
+        routes: [N, L, K] uint8, int16 or int32, CPU or CUDA: packed captured routes.
+        row_ids: [M] int64, contiguous, on ``routes.device``, each in [-1, N): from
+            ``TokenLayout.route_row_ids``.
+        layers: captured layers to deliver, each in [0, L), in the order wanted. A ``range``, or
+            integers with a constant step, cost nothing; others are copied to the device on each
+            call, so a caller that has such a list keeps it as a [J] int32 tensor there.
+        num_experts: E >= K.
+        dtype: int32 or int64, of the ids.
+        dummy: what a slot without a row gets, K distinct experts: "constant" (0..K-1), or "spread"
+            over all E, which keeps padding from going to one expert-parallel rank.
+        ep_size: expert-parallel ranks, a divisor of E; used by "spread".
+        spread_offset: where this rank begins its walk over the experts; used by "spread".
+
+    Returns:
+        topk_ids [J, M, K] of ``dtype``, contiguous, and padding_mask [M] bool, True where the slot
+        has no row (Megatron's polarity: True is padding).
+
+    Raises:
+        TypeError: a dtype is unsupported.
+        ValueError: a shape, device, layer or count is wrong. The ids themselves are not read, since
+            that would stall the GPU; ``PACKHORSE_CHECK=1`` checks row_ids and routes.
+
+    Source: ``RouterReplay.target_topk_idx`` of Megatron-core takes one layer's [M, K].
+    """
+    name = "gather_routes"
+    if routes.dtype not in ROUTE_DTYPES:
+        raise TypeError(f"{name}: routes must be uint8, int16 or int32, got {routes.dtype}")
+    if routes.dim() != 3:
+        raise ValueError(f"{name}: routes must be [N, L, K], got {tuple(routes.shape)}")
+    if dtype not in TOPK_ID_DTYPES:
+        raise TypeError(f"{name}: dtype must be int32 or int64, got {dtype}")
+    if row_ids.dtype != torch.int64:
+        raise TypeError(f"{name}: row_ids must be int64, got {row_ids.dtype}")
+    if row_ids.dim() != 1 or not row_ids.is_contiguous():
+        raise ValueError(f"{name}: row_ids must be contiguous [M], got {tuple(row_ids.shape)}")
+    if row_ids.device != routes.device:
+        raise ValueError(f"{name}: row_ids on {row_ids.device}, routes on {routes.device}")
+    if dummy not in ("constant", "spread"):
+        raise ValueError(f"{name}: dummy must be 'constant' or 'spread', got {dummy!r}")
+    topk = routes.shape[2]
+    if topk > num_experts:
+        raise ValueError(f"{name}: routes name {topk} experts a token, num_experts={num_experts}")
+    if dummy == "spread" and (ep_size < 1 or num_experts % ep_size):
+        raise ValueError(f"{name}: ep_size={ep_size} does not divide num_experts={num_experts}")
+    if spread_offset < 0:
+        raise ValueError(f"{name}: spread_offset must be >= 0, got {spread_offset}")
+    table, first_layer, layer_step, num_layers = _resolve_layers(layers, routes)
+    if CHECK_VALUES:
+        in_range = ((row_ids >= MISSING_ROW) & (row_ids < routes.shape[0])).all()
+        torch._assert_async(in_range, f"{name}: a row id is outside [-1, {routes.shape[0]})")
+        known = ((routes >= 0) & (routes < num_experts)).all()
+        torch._assert_async(known, f"{name}: an expert is outside [0, {num_experts})")
+    return _gather_routes_op(
+        routes, row_ids, table, first_layer, layer_step, num_layers, num_experts,
+        dummy == "spread", ep_size, spread_offset, dtype,
+    )  # fmt: skip
+
+
+def _resolve_layers(
+    layers: range | Sequence[int] | Tensor, routes: Tensor
+) -> tuple[Tensor | None, int, int, int]:
+    """A table on the device or None, and first, step and count of an arithmetic run."""
+    name, captured = "gather_routes", routes.shape[1]
+    if isinstance(layers, Tensor):
+        if layers.dtype != torch.int32 or layers.dim() != 1 or layers.device != routes.device:
+            raise ValueError(
+                f"{name}: layers as a tensor must be [J] int32 on {routes.device},"
+                f" got {tuple(layers.shape)} {layers.dtype} on {layers.device}"
+            )
+        return layers.contiguous(), 0, 1, layers.shape[0]
+    listed = list(layers)
+    for layer in listed:
+        if not 0 <= layer < captured:
+            raise ValueError(f"{name}: layer {layer} is not in [0, {captured})")
+    first = listed[0] if listed else 0
+    step = listed[1] - first if len(listed) > 1 else 1
+    if listed == [first + step * i for i in range(len(listed))]:
+        return None, first, step, len(listed)
+    table = torch.tensor(listed, dtype=torch.int32)
+    if routes.is_cuda:
+        table = table.pin_memory()
+    return table.to(routes.device, non_blocking=True), 0, 1, len(listed)

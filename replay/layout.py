@@ -1,0 +1,576 @@
+"""Where a rank's tokens stand: the order of Megatron's ranks, as pure data from host integers.
+
+``TokenLayout`` knows, for one microbatch and one rank, which (trajectory, position) each of its
+token slots holds. Everything a model receives is then one idea: make row ids for these slots, and
+gather rows of a packed field by them.
+
+    thd    sequences one after another, each with its own pads; batch size 1
+    bshd   one rectangle; tokens in the order of the router's flattened ``[s, b, h]``:
+           position outer, trajectory inner
+
+Sizes: B trajectories, S columns of the padded batch, T tokens of this context-parallel rank.
+Source: Megatron-core's ``get_batch_on_this_cp_rank`` (zigzag halves), its sequence-parallel
+scatter, and ``MoELayer``'s flattening.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from packhorse.kernels.layout import make_row_ids
+from packhorse.replay import align as _align
+
+HostInts: TypeAlias = Sequence[int] | np.ndarray | Tensor
+Fp8: TypeAlias = bool | Literal["delayed", "tensorwise", "mxfp8", "blockwise"]
+
+_FP8_RECIPES = ("delayed", "tensorwise", "mxfp8", "blockwise")
+_INT32_MAX = 2**31 - 1
+
+
+def sequence_alignment(tp_size: int = 1, cp_size: int = 1, fp8: Fp8 = False) -> int:
+    """Tokens that each padded sequence ("thd") or the common length ("bshd") is a multiple of.
+
+    TP without context parallelism, else 2 * TP * CP; with fp8 the least common multiple with what
+    the recipe's blocks need: 16 * CP (``True``, "delayed", "tensorwise"), 32 * TP * CP ("mxfp8"),
+    128 * TP * CP or, without TP, 16 * CP ("blockwise").
+    """
+    if not isinstance(fp8, bool) and fp8 not in _FP8_RECIPES:
+        raise ValueError(
+            f"sequence_alignment: fp8 must be True, False or one of {_FP8_RECIPES}, got {fp8!r}"
+        )
+    tokens = tp_size if cp_size == 1 else 2 * tp_size * cp_size
+    if fp8 is False:
+        return tokens
+    if fp8 == "mxfp8":
+        return math.lcm(tokens, 32 * tp_size * cp_size)
+    if fp8 == "blockwise" and tp_size > 1:
+        return math.lcm(tokens, 128 * tp_size * cp_size)
+    return math.lcm(tokens, 16 * cp_size)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenLayout:
+    """The token slots of one rank for one microbatch. Made by ``TokenLayout.build``.
+
+    Attributes:
+        format: "thd" or "bshd".
+        lengths: real tokens of each trajectory (B host integers).
+        padded_lengths: tokens of each padded sequence. "bshd": the one common length, B times.
+            "thd": one entry more than ``lengths`` where the slab ends in a pad of its own.
+        first_columns: column of each trajectory's first token in the ``[B, S]`` batch.
+        batch_width: S.
+        num_tokens: T, slots of this context-parallel rank, pads included.
+        num_rank_tokens: slots that this rank's routers see: T, or its 1/TP under sequence
+            parallelism.
+    """
+
+    format: Literal["thd", "bshd"]
+    lengths: tuple[int, ...]
+    padded_lengths: tuple[int, ...]
+    first_columns: tuple[int, ...]
+    batch_width: int
+    tp_size: int
+    tp_rank: int
+    cp_size: int
+    cp_rank: int
+    cp_order: Literal["zigzag", "contiguous"]
+    sequence_parallel: bool
+    device: torch.device
+    cp_group: Any
+    num_tokens: int
+    _offsets: Tensor  # int32 on device: make_row_ids' offsets
+
+    @classmethod
+    def build(
+        cls,
+        lengths: HostInts,
+        *,
+        format: Literal["thd", "bshd"] = "thd",
+        tp_size: int = 1,
+        tp_rank: int = 0,
+        cp_size: int = 1,
+        cp_rank: int = 0,
+        cp_order: Literal["zigzag", "contiguous"] = "zigzag",
+        sequence_parallel: bool = False,
+        fp8: Fp8 = False,
+        padded_lengths: HostInts | None = None,
+        batch_width: int | None = None,
+        first_columns: HostInts | None = None,
+        device: torch.device | str = "cpu",
+        cp_group: Any = None,
+    ) -> "TokenLayout":
+        """Lay out trajectories of the given lengths for one rank.
+
+        Args:
+            lengths: [B] real tokens (prompt + response) of each trajectory, >= 0; host integers.
+            format: "thd" (packed) or "bshd" (rectangle).
+            tp_size, tp_rank, cp_size, cp_rank: tensor- and context-parallel ranks.
+            cp_order: "zigzag": rank r holds chunks r and 2R-1-r of each padded sequence;
+                "contiguous": chunk r of R.
+            sequence_parallel: the model scatters its hidden states over the TP ranks.
+            fp8: ``False``, ``True`` ("delayed", "tensorwise"), "mxfp8" or "blockwise": pads each
+                sequence to what the recipe's blocks need.
+            padded_lengths: a packer's own padded lengths, which win over the alignment rule. "thd":
+                [B], or [B + 1] where the last is a pad of the whole slab; "bshd": [B], all equal.
+            batch_width: S of the dense batch; by default the longest trajectory, or the last column
+                that ``first_columns`` reaches.
+            first_columns: [B] column of the first real token; by default left padded, S - length.
+            device: where row ids are made.
+            cp_group: the context-parallel process group; ``restore`` gathers over it.
+
+        Raises:
+            TypeError: a field is not of host integers.
+            ValueError: a rank, order, recipe or length is wrong, or does not divide as the ranks
+                need; names the trajectory.
+        """
+        name = "TokenLayout.build"
+        if format not in ("thd", "bshd"):
+            raise ValueError(f"{name}: format must be 'thd' or 'bshd', got {format!r}")
+        if cp_order not in ("zigzag", "contiguous"):
+            raise ValueError(f"{name}: cp_order must be 'zigzag' or 'contiguous', got {cp_order!r}")
+        for kind, size, rank in (("tp", tp_size, tp_rank), ("cp", cp_size, cp_rank)):
+            if size < 1 or not 0 <= rank < size:
+                raise ValueError(f"{name}: {kind}_rank={rank} is not in [0, {kind}_size={size})")
+        alignment = sequence_alignment(tp_size, cp_size, fp8)
+        real = host_ints(name, "lengths", lengths)
+        if padded_lengths is None:
+            if format == "bshd":
+                common = _round_up(max(real, default=0), alignment)
+                padded = (common,) * len(real)
+            else:
+                padded = tuple(_round_up(length, alignment) for length in real)
+        else:
+            padded = host_ints(name, "padded_lengths", padded_lengths)
+        _check_padded(name, format, real, padded, cp_size, cp_order)
+        columns, width = _place_columns(name, real, first_columns, batch_width)
+
+        local = [length // cp_size for length in padded]
+        num_tokens = sum(local)
+        if num_tokens * cp_size > _INT32_MAX:
+            raise ValueError(f"{name}: {num_tokens * cp_size} padded tokens exceed int32")
+        if sequence_parallel:
+            _check_slice(name, format, num_tokens, len(real), tp_size)
+        if format == "bshd":
+            offsets = [0, local[0] if local else 0]
+        else:
+            offsets = np.concatenate([[0], np.cumsum(local, dtype=np.int64)]).tolist()
+        place = torch.device(device)
+        return cls(
+            format=format,
+            lengths=real,
+            padded_lengths=padded,
+            first_columns=columns,
+            batch_width=width,
+            tp_size=tp_size,
+            tp_rank=tp_rank,
+            cp_size=cp_size,
+            cp_rank=cp_rank,
+            cp_order=cp_order,
+            sequence_parallel=sequence_parallel,
+            device=place,
+            cp_group=cp_group,
+            num_tokens=num_tokens,
+            _offsets=_table(offsets, place),
+        )
+
+    # --- sizes ------------------------------------------------------------------------------------
+
+    @property
+    def num_sequences(self) -> int:
+        """B, trajectories."""
+        return len(self.lengths)
+
+    @property
+    def num_rank_tokens(self) -> int:
+        """Slots of this rank's routers: T, or T / TP under sequence parallelism."""
+        return self.num_tokens // self.tp_size if self.sequence_parallel else self.num_tokens
+
+    @property
+    def cu_seqlens(self) -> tuple[int, ...]:
+        """[B + 1] offsets of the real tokens, on the host."""
+        return _offsets_of(self.lengths)
+
+    @property
+    def cu_seqlens_padded(self) -> tuple[int, ...]:
+        """[B + 1] offsets of the padded sequences over all context-parallel ranks, on the host."""
+        return _offsets_of(self.padded_lengths)
+
+    # --- row ids ----------------------------------------------------------------------------------
+
+    def row_ids(
+        self,
+        segment_lengths: HostInts,
+        starts: int | HostInts = 0,
+        *,
+        next_token: bool = False,
+        slice: bool = False,
+    ) -> Tensor:
+        """Row of a packed field for each slot: the field has rows for a run of positions.
+
+        Args:
+            segment_lengths: [B] rows of each trajectory, host integers. The packed rows stand back
+                to back in this order.
+            starts: position of each trajectory's first row; one integer for all, or [B].
+            next_token: give slot s the row of position s + 1 (shifted inside the padded sequence,
+                before context-parallel sharding: the last slot gets -1, never a neighbour's row).
+            slice: this TP rank's slice only, as under sequence parallelism.
+
+        Returns:
+            [T] (or [T / TP] with ``slice``) int64 on the layout's device, -1: no row.
+
+        Raises:
+            TypeError: a field is not of host integers.
+            ValueError: counts differ, or rows lie outside a trajectory; names it.
+        """
+        return self._row_ids("TokenLayout.row_ids", segment_lengths, starts, next_token, slice)
+
+    def token_row_ids(self, next_token: bool = False) -> Tensor:
+        """Row ids for a field with one row a real token: [T] int64."""
+        return self._row_ids("TokenLayout.token_row_ids", self.lengths, 0, next_token, False)
+
+    def support_row_ids(self, response_lengths: HostInts) -> Tensor:
+        """Row ids for a field with one row a response token, at the position that predicts it.
+
+        Row r of a trajectory is used at position ``length - response_length + r - 1``.
+
+        Args:
+            response_lengths: [B] response tokens, host integers; each less than the length.
+
+        Returns:
+            [T] int64. Scoring data is not sliced under sequence parallelism.
+
+        Raises:
+            ValueError: a response is as long as its trajectory, so that nothing predicts its first
+                token, or longer; names the trajectory.
+        """
+        name = "TokenLayout.support_row_ids"
+        responses = self._per_trajectory(name, "response_lengths", response_lengths)
+        starts = []
+        for i, (length, response) in enumerate(zip(self.lengths, responses, strict=True)):
+            if response > 0 and response >= length:
+                raise ValueError(
+                    f"{name}: response_lengths of trajectory {i} is {response} of {length} tokens:"
+                    " a response needs a prompt token before it"
+                )
+            starts.append(max(length - response - 1, 0))
+        return self._row_ids(name, responses, starts, False, False)
+
+    def route_row_ids(self, captured_lengths: HostInts) -> Tensor:
+        """Row ids of captured routes for the tokens that this rank's routers see.
+
+        Args:
+            captured_lengths: [B] rows of each trajectory's captured prefix, host integers, each
+                from 0 to the trajectory's length.
+
+        Returns:
+            [num_rank_tokens] int64: the sequence-parallel slice where the layout has it.
+        """
+        name = "TokenLayout.route_row_ids"
+        captured = self._per_trajectory(name, "captured_lengths", captured_lengths)
+        for i, (length, rows) in enumerate(zip(self.lengths, captured, strict=True)):
+            if rows > length:
+                raise ValueError(
+                    f"{name}: captured_lengths of trajectory {i} is {rows}, but it has"
+                    f" {length} tokens"
+                )
+        return self._row_ids(name, captured, 0, False, self.sequence_parallel)
+
+    def position_ids(self) -> Tensor:
+        """[T] int64 position of each slot in its padded sequence, pads counted on."""
+        return self._make(
+            [0] * len(self.padded_lengths), self.padded_lengths, [0] * len(self.padded_lengths)
+        )
+
+    # --- dense batches ----------------------------------------------------------------------------
+
+    def align(self, dense: Tensor, fill: int, *, next_token: bool = False) -> Tensor:
+        """Bring a dense per-token batch into this rank's token order.
+
+        Args:
+            dense: [B, S, ...], S the layout's ``batch_width``, on the layout's device.
+            fill: value of slots without a token.
+            next_token: slot s gets the value of token s + 1.
+
+        Returns:
+            [T, ...] in the router's order; ``to_model`` shapes it as a model takes it.
+        """
+        return _align.align_dense(self, dense, fill, next_token)
+
+    def restore(self, values: Tensor, fill: int = 0) -> Tensor:
+        """Bring values of this rank's tokens back to the batch; gathers over ``cp_group`` for CP.
+
+        Args:
+            values: [T, ...], one a slot.
+            fill: value of cells without one.
+
+        Returns:
+            [B, S - 1, ...]: position s lands in column ``first_column + s``. Every context-parallel
+            rank gets the whole batch, and its backward takes its own part of the gradient: all
+            ranks compute one and the same loss from it.
+        """
+        return _align.restore_dense(self, values, fill)
+
+    def restore_gathered(self, values: Sequence[Tensor], fill: int = 0) -> Tensor:
+        """``restore`` from the values of every context-parallel rank, in rank order."""
+        return _align.restore_gathered(self, values, fill)
+
+    def to_model(self, values: Tensor) -> Tensor:
+        """[T, ...] as the model takes it: [1, T, ...] ("thd") or [B, T / B, ...] ("bshd")."""
+        if values.dim() < 1 or values.shape[0] != self.num_tokens:
+            raise ValueError(
+                f"TokenLayout.to_model: values must be [{self.num_tokens}, ...],"
+                f" got {tuple(values.shape)}"
+            )
+        if self.format == "thd":
+            return values.unsqueeze(0)
+        return self._rectangle(values).transpose(0, 1).contiguous()
+
+    def from_model(self, output: Tensor) -> Tensor:
+        """What the model returns, [1, T, ...] or [B, T / B, ...], as [T, ...]."""
+        if self.format == "thd":
+            expected = (1, self.num_tokens)
+        else:
+            expected = (self.num_sequences, self.num_tokens // max(self.num_sequences, 1))
+        if tuple(output.shape[:2]) != expected:
+            raise ValueError(
+                f"TokenLayout.from_model: output must be [{expected[0]}, {expected[1]}, ...],"
+                f" got {tuple(output.shape)}"
+            )
+        if self.format == "thd":
+            return output.squeeze(0)
+        return output.transpose(0, 1).flatten(0, 1)
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def _rectangle(self, values: Tensor) -> Tensor:
+        batch = self.num_sequences
+        return values.reshape(self.num_tokens // max(batch, 1), batch, *values.shape[1:])
+
+    def _per_trajectory(self, name: str, field: str, values: HostInts) -> tuple[int, ...]:
+        listed = host_ints(name, field, values)
+        if len(listed) != len(self.lengths):
+            raise ValueError(
+                f"{name}: {field} has {len(listed)} entries for {len(self.lengths)} trajectories"
+            )
+        return listed
+
+    def _row_ids(
+        self,
+        name: str,
+        segment_lengths: HostInts,
+        starts: int | HostInts,
+        next_token: bool,
+        slice: bool,
+    ) -> Tensor:
+        counts = self._per_trajectory(name, "segment_lengths", segment_lengths)
+        if isinstance(starts, int):
+            first = (int(starts),) * len(counts)
+        else:
+            first = self._per_trajectory(name, "starts", starts)
+        for i, (length, count, start) in enumerate(zip(self.lengths, counts, first, strict=True)):
+            if start < 0 or (count and start + count > length):
+                raise ValueError(
+                    f"{name}: trajectory {i} has {length} tokens, but its {count} rows begin at"
+                    f" position {start}"
+                )
+        bases = _offsets_of(counts)
+        if bases[-1] > _INT32_MAX:
+            raise ValueError(f"{name}: {bases[-1]} rows exceed int32")
+        return self._make(bases[:-1], counts, first, next_token=next_token, slice=slice)
+
+    def _make(
+        self,
+        bases: Sequence[int],
+        counts: Sequence[int],
+        starts: Sequence[int],
+        *,
+        next_token: bool = False,
+        slice: bool = False,
+    ) -> Tensor:
+        first_id, num_ids = 0, self.num_tokens
+        if slice:
+            if not self.sequence_parallel:
+                _check_slice(
+                    "TokenLayout.row_ids",
+                    self.format,
+                    self.num_tokens,
+                    self.num_sequences,
+                    self.tp_size,
+                )
+            num_ids //= self.tp_size
+            first_id = num_ids * self.tp_rank
+        tail = [0] * (len(self.padded_lengths) - len(counts))
+        return make_row_ids(
+            self._offsets,
+            _table([[*bases, *tail], [*counts, *tail], [*starts, *tail]], self.device),
+            num_ids,
+            first_id=first_id,
+            cp_size=self.cp_size,
+            cp_rank=self.cp_rank,
+            zigzag=self.cp_order == "zigzag",
+            position_major=self.format == "bshd",
+            shift=int(next_token),
+        )
+
+
+def columns_from_mask(attention_mask: Tensor | np.ndarray) -> tuple[list[int], list[int]]:
+    """Lengths and first columns of the trajectories of a padded batch.
+
+    Args:
+        attention_mask: [B, S], nonzero for real tokens, on the host. Left, right and two-sided
+            padding are all legal.
+
+    Returns:
+        lengths [B] and first_columns [B], for ``TokenLayout.build``. A row without a token has
+        length 0 and first column 0.
+
+    Raises:
+        TypeError: the mask is on a device.
+        ValueError: it is not [B, S], or a row has a hole; names the trajectory.
+    """
+    name = "columns_from_mask"
+    if isinstance(attention_mask, Tensor):
+        if attention_mask.device.type != "cpu":
+            raise TypeError(f"{name}: attention_mask must be on the host, not on a device")
+        attention_mask = attention_mask.detach().numpy()
+    mask = np.asarray(attention_mask) != 0
+    if mask.ndim != 2:
+        raise ValueError(f"{name}: attention_mask must be [B, S], got {mask.shape}")
+    lengths = mask.sum(1)
+    first = mask.argmax(1) if mask.shape[1] else np.zeros(mask.shape[0], np.int64)
+    for i, (row, length, column) in enumerate(zip(mask, lengths, first, strict=True)):
+        if not row[column : column + length].all():
+            raise ValueError(f"{name}: attention_mask of trajectory {i} has a hole")
+    return lengths.tolist(), first.tolist()
+
+
+# --- host integers --------------------------------------------------------------------------------
+
+
+def host_ints(name: str, field: str, values: object) -> tuple[int, ...]:
+    """``values`` as a tuple of Python integers >= 0, without reading a device."""
+    if isinstance(values, Tensor):
+        if values.device.type != "cpu":
+            raise TypeError(f"{name}: {field} must be host integers, got a tensor on a device")
+        values = values.detach().numpy()
+    if isinstance(values, np.ndarray):
+        if values.dtype.kind not in "iu" or values.ndim != 1:
+            raise TypeError(
+                f"{name}: {field} must be one-dimensional integers, got {values.dtype}"
+                f" {list(values.shape)}"
+            )
+        values = values.tolist()
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise TypeError(f"{name}: {field} must be a sequence of host integers, got {values!r}")
+    listed = []
+    for i, value in enumerate(values):
+        if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+            raise TypeError(
+                f"{name}: {field} of trajectory {i} must be a host integer, got {value!r}"
+            )
+        if value < 0:
+            raise ValueError(f"{name}: {field} of trajectory {i} must be >= 0, got {value}")
+        listed.append(int(value))
+    return tuple(listed)
+
+
+def _offsets_of(lengths: Sequence[int]) -> tuple[int, ...]:
+    offsets = [0]
+    for length in lengths:
+        offsets.append(offsets[-1] + length)
+    return tuple(offsets)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _table(values: Sequence, device: torch.device) -> Tensor:
+    """An int32 table on ``device`` by one asynchronous copy."""
+    table = torch.from_numpy(np.asarray(values, dtype=np.int32))
+    if device.type == "cuda":
+        return table.pin_memory().to(device, non_blocking=True)
+    return table.to(device)
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def _check_padded(
+    name: str,
+    format: str,
+    lengths: tuple[int, ...],
+    padded: tuple[int, ...],
+    cp_size: int,
+    cp_order: str,
+) -> None:
+    allowed = (len(lengths),) if format == "bshd" else (len(lengths), len(lengths) + 1)
+    if len(padded) not in allowed:
+        raise ValueError(
+            f"{name}: padded_lengths has {len(padded)} entries for {len(lengths)} trajectories"
+        )
+    for i, (length, tokens) in enumerate(zip(lengths, padded, strict=False)):
+        if tokens < length:
+            raise ValueError(
+                f"{name}: padded_lengths of trajectory {i} is {tokens}, shorter than its"
+                f" {length} tokens"
+            )
+        if format == "bshd" and tokens != padded[0]:
+            raise ValueError(
+                f"{name}: padded_lengths of trajectory {i} is {tokens}, but 'bshd' has one common"
+                f" length, {padded[0]}"
+            )
+    chunks = 1 if cp_size == 1 else 2 * cp_size if cp_order == "zigzag" else cp_size
+    for i, tokens in enumerate(padded):
+        if tokens % chunks:
+            who = f"trajectory {i}" if i < len(lengths) else "the tail pad"
+            raise ValueError(
+                f"{name}: padded_lengths of {who} is {tokens}, not a multiple of the {chunks}"
+                f" chunks of cp_size={cp_size} ({cp_order})"
+            )
+
+
+def _check_slice(name: str, format: str, num_tokens: int, batch: int, tp_size: int) -> None:
+    """A sequence-parallel slice is equal along the sequence dimension."""
+    tokens = num_tokens if format == "thd" else num_tokens // max(batch, 1)
+    if tokens % tp_size:
+        raise ValueError(
+            f"{name}: padded_lengths leave this rank {tokens} tokens, which do not divide into"
+            f" tp_size={tp_size} sequence-parallel slices"
+        )
+
+
+def _place_columns(
+    name: str,
+    lengths: tuple[int, ...],
+    first_columns: HostInts | None,
+    batch_width: int | None,
+) -> tuple[tuple[int, ...], int]:
+    if first_columns is None:
+        width = max(lengths, default=0) if batch_width is None else batch_width
+        for i, length in enumerate(lengths):
+            if length > width:
+                raise ValueError(
+                    f"{name}: batch_width={width} is less than the {length} tokens of"
+                    f" trajectory {i}"
+                )
+        return tuple(width - length for length in lengths), width
+    columns = host_ints(name, "first_columns", first_columns)
+    if len(columns) != len(lengths):
+        raise ValueError(
+            f"{name}: first_columns has {len(columns)} entries for {len(lengths)} trajectories"
+        )
+    ends = [column + length for column, length in zip(columns, lengths, strict=True)]
+    width = max(ends, default=0) if batch_width is None else batch_width
+    for i, (column, end) in enumerate(zip(columns, ends, strict=True)):
+        if end > width:
+            raise ValueError(
+                f"{name}: first_columns of trajectory {i} is {column}, but its"
+                f" {lengths[i]} tokens then pass batch_width={width}"
+            )
+    return columns, width
