@@ -2,9 +2,9 @@
 
     python benchmarks/bench_routes.py [--json out.jsonl] [--rounds 3]
 
-``packhorse`` makes the row ids and gathers; ``packhorse + layout`` also builds the ``TokenLayout``,
-which a microbatch does once; ``gather only`` has its row ids already, so that the copy floor (routes
-read once, per-layer ids and mask written once) is its own.
+``packhorse`` makes the row ids and gathers; ``packhorse + layout`` also builds the
+``TokenLayout``, which a microbatch does once; ``gather only`` has its row ids already, so that the
+copy floor (routes read once, per-layer ids and mask written once) is its own.
 """
 
 from collections.abc import Iterator

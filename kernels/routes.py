@@ -321,10 +321,12 @@ def _resolve_layers(
                 f" got {tuple(layers.shape)} {layers.dtype} on {layers.device}"
             )
         return layers.contiguous(), 0, 1, layers.shape[0]
+    if len(layers) and (min(layers) < 0 or max(layers) >= captured):
+        layer = next(layer for layer in layers if not 0 <= layer < captured)
+        raise ValueError(f"{name}: layer {layer} is not in [0, {captured})")
+    if isinstance(layers, range):
+        return None, layers.start, layers.step, len(layers)
     listed = list(layers)
-    for layer in listed:
-        if not 0 <= layer < captured:
-            raise ValueError(f"{name}: layer {layer} is not in [0, {captured})")
     first = listed[0] if listed else 0
     step = listed[1] - first if len(listed) > 1 else 1
     if listed == [first + step * i for i in range(len(listed))]:

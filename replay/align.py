@@ -8,7 +8,6 @@ the cells it covers. ``TokenLayout`` offers them as methods.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,11 +62,7 @@ def restore_gathered(layout: "TokenLayout", values: Sequence[Tensor], fill: int)
     for part in values:
         _check_values(name, part, layout)
     width = max(layout.batch_width - 1, 0)
-    columns = torch.from_numpy(np.array([layout.first_columns, layout.lengths], dtype=np.int32))
-    if layout.device.type == "cuda":
-        columns = columns.pin_memory().to(layout.device, non_blocking=True)
-    else:
-        columns = columns.to(layout.device)
+    columns = layout._table((layout.first_columns, layout.lengths), layout.num_sequences)
     row_ids = make_restore_row_ids(
         layout._offsets,
         columns,

@@ -13,7 +13,9 @@ Source: Megatron-core's ``get_batch_on_this_cp_rank`` (zigzag halves), its seque
 scatter, and ``MoELayer``'s flattening.
 """
 
+import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -158,7 +160,7 @@ class TokenLayout:
         if format == "bshd":
             offsets = [0, local[0] if local else 0]
         else:
-            offsets = np.concatenate([[0], np.cumsum(local, dtype=np.int64)]).tolist()
+            offsets = list(_offsets_of(local))
         place = torch.device(device)
         return cls(
             format=format,
@@ -175,7 +177,7 @@ class TokenLayout:
             device=place,
             cp_group=cp_group,
             num_tokens=num_tokens,
-            _offsets=_table(offsets, place),
+            _offsets=_host_table([offsets], len(offsets), place)[0],
         )
 
     # --- sizes ------------------------------------------------------------------------------------
@@ -227,11 +229,18 @@ class TokenLayout:
             TypeError: a field is not of host integers.
             ValueError: counts differ, or rows lie outside a trajectory; names it.
         """
-        return self._row_ids("TokenLayout.row_ids", segment_lengths, starts, next_token, slice)
+        name = "TokenLayout.row_ids"
+        counts = self._per_trajectory(name, "segment_lengths", segment_lengths)
+        if isinstance(starts, int):
+            first: tuple[int, ...] = (int(starts),) * len(counts)
+        else:
+            first = self._per_trajectory(name, "starts", starts)
+        return self._row_ids(name, counts, first, next_token, slice)
 
     def token_row_ids(self, next_token: bool = False) -> Tensor:
         """Row ids for a field with one row a real token: [T] int64."""
-        return self._row_ids("TokenLayout.token_row_ids", self.lengths, 0, next_token, False)
+        zeros = (0,) * len(self.lengths)
+        return self._row_ids("TokenLayout.token_row_ids", self.lengths, zeros, next_token, False)
 
     def support_row_ids(self, response_lengths: HostInts) -> Tensor:
         """Row ids for a field with one row a response token, at the position that predicts it.
@@ -272,13 +281,14 @@ class TokenLayout:
         """
         name = "TokenLayout.route_row_ids"
         captured = self._per_trajectory(name, "captured_lengths", captured_lengths)
-        for i, (length, rows) in enumerate(zip(self.lengths, captured, strict=True)):
-            if rows > length:
-                raise ValueError(
-                    f"{name}: captured_lengths of trajectory {i} is {rows}, but it has"
-                    f" {length} tokens"
-                )
-        return self._row_ids(name, captured, 0, False, self.sequence_parallel)
+        if any(map(operator.gt, captured, self.lengths)):
+            i = next(i for i, rows in enumerate(captured) if rows > self.lengths[i])
+            raise ValueError(
+                f"{name}: captured_lengths of trajectory {i} is {captured[i]}, but it has"
+                f" {self.lengths[i]} tokens"
+            )
+        zeros = (0,) * len(captured)
+        return self._row_ids(name, captured, zeros, False, self.sequence_parallel)
 
     def position_ids(self) -> Tensor:
         """[T] int64 position of each slot in its padded sequence, pads counted on."""
@@ -351,6 +361,9 @@ class TokenLayout:
         batch = self.num_sequences
         return values.reshape(self.num_tokens // max(batch, 1), batch, *values.shape[1:])
 
+    def _table(self, rows: Sequence[Sequence[int]], width: int) -> Tensor:
+        return _host_table(rows, width, self.device)
+
     def _per_trajectory(self, name: str, field: str, values: HostInts) -> tuple[int, ...]:
         listed = host_ints(name, field, values)
         if len(listed) != len(self.lengths):
@@ -362,22 +375,21 @@ class TokenLayout:
     def _row_ids(
         self,
         name: str,
-        segment_lengths: HostInts,
-        starts: int | HostInts,
+        counts: Sequence[int],
+        first: Sequence[int],
         next_token: bool,
         slice: bool,
     ) -> Tensor:
-        counts = self._per_trajectory(name, "segment_lengths", segment_lengths)
-        if isinstance(starts, int):
-            first = (int(starts),) * len(counts)
-        else:
-            first = self._per_trajectory(name, "starts", starts)
-        for i, (length, count, start) in enumerate(zip(self.lengths, counts, first, strict=True)):
-            if start < 0 or (count and start + count > length):
-                raise ValueError(
-                    f"{name}: trajectory {i} has {length} tokens, but its {count} rows begin at"
-                    f" position {start}"
-                )
+        ends = map(operator.add, first, counts)
+        if min(first, default=0) < 0 or any(map(operator.gt, ends, self.lengths)):
+            for i, (length, count, start) in enumerate(
+                zip(self.lengths, counts, first, strict=True)
+            ):
+                if start < 0 or (count and start + count > length):
+                    raise ValueError(
+                        f"{name}: trajectory {i} has {length} tokens, but its {count} rows begin"
+                        f" at position {start}"
+                    )
         bases = _offsets_of(counts)
         if bases[-1] > _INT32_MAX:
             raise ValueError(f"{name}: {bases[-1]} rows exceed int32")
@@ -404,10 +416,9 @@ class TokenLayout:
                 )
             num_ids //= self.tp_size
             first_id = num_ids * self.tp_rank
-        tail = [0] * (len(self.padded_lengths) - len(counts))
         return make_row_ids(
             self._offsets,
-            _table([[*bases, *tail], [*counts, *tail], [*starts, *tail]], self.device),
+            self._table((bases, counts, starts), len(self.padded_lengths)),
             num_ids,
             first_id=first_id,
             cp_size=self.cp_size,
@@ -467,35 +478,35 @@ def host_ints(name: str, field: str, values: object) -> tuple[int, ...]:
         values = values.tolist()
     if isinstance(values, str | bytes) or not isinstance(values, Sequence):
         raise TypeError(f"{name}: {field} must be a sequence of host integers, got {values!r}")
-    listed = []
-    for i, value in enumerate(values):
-        if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
-            raise TypeError(
-                f"{name}: {field} of trajectory {i} must be a host integer, got {value!r}"
-            )
-        if value < 0:
-            raise ValueError(f"{name}: {field} of trajectory {i} must be >= 0, got {value}")
-        listed.append(int(value))
-    return tuple(listed)
+    if not set(map(type, values)) <= {int}:  # bool is not int here
+        for i, value in enumerate(values):
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise TypeError(
+                    f"{name}: {field} of trajectory {i} must be a host integer, got {value!r}"
+                )
+        values = [int(value) for value in values]
+    if min(values, default=0) < 0:
+        i = next(i for i, value in enumerate(values) if value < 0)
+        raise ValueError(f"{name}: {field} of trajectory {i} must be >= 0, got {values[i]}")
+    return tuple(values)
 
 
 def _offsets_of(lengths: Sequence[int]) -> tuple[int, ...]:
-    offsets = [0]
-    for length in lengths:
-        offsets.append(offsets[-1] + length)
-    return tuple(offsets)
+    return tuple(itertools.accumulate(lengths, initial=0))
 
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _table(values: Sequence, device: torch.device) -> Tensor:
-    """An int32 table on ``device`` by one asynchronous copy."""
-    table = torch.from_numpy(np.asarray(values, dtype=np.int32))
-    if device.type == "cuda":
-        return table.pin_memory().to(device, non_blocking=True)
-    return table.to(device)
+def _host_table(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor:
+    """[len(rows), width] int32 on ``device`` by one asynchronous copy; short rows end in zeros."""
+    table = torch.empty((len(rows), width), dtype=torch.int32, pin_memory=device.type == "cuda")
+    host = table.numpy()
+    for i, row in enumerate(rows):
+        host[i, : len(row)] = row
+        host[i, len(row) :] = 0
+    return table.to(device, non_blocking=True)
 
 
 # --- checks ---------------------------------------------------------------------------------------
