@@ -1,0 +1,176 @@
+"""Every kernel compiles for GPUs that are not there, spills nothing, and keeps its wide accesses.
+
+``LAUNCHES`` calls the package's own launchers on ``meta`` tensors, so that block sizes and argument
+specialisation are those of a real launch. A kernel without an entry fails the suite.
+
+The budgets are for all targets together. ``loads`` and ``stores`` say how much of what the code
+moves must go through accesses of at least so many bits; one entry is (bits, share of the bytes).
+"""
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import packhorse.kernels
+from packhorse.kernels import layout, restore, routes, rows
+from tests.tools.aot import TARGETS, Report, compile_only, report
+
+u8, i16, i32, i64 = torch.uint8, torch.int16, torch.int32, torch.int64
+TOKENS = 4099  # a rollout length: never a multiple of anything
+
+
+@dataclass(frozen=True)
+class Launch:
+    kernel: str
+    run: Callable[[], object]
+    registers: int  # a thread, at most
+    loads: tuple[int, float] = (8, 1.0)
+    stores: tuple[int, float] = (8, 1.0)
+
+
+def meta(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def ids() -> Tensor:
+    return meta(TOKENS, dtype=i64)
+
+
+def move_rows(
+    width: tuple[int, ...], dtype: torch.dtype, registers: int, bits: int, *, scatter: bool = False
+) -> Launch:
+    def run() -> Tensor:
+        if scatter:
+            return rows._scatter_rows_cuda(meta(TOKENS, *width, dtype=dtype), ids(), 9001, 0)
+        return rows._gather_rows_cuda(meta(9001, *width, dtype=dtype), ids(), 0)
+
+    # the ids are a third of what the code loads: one int64 for 16 bytes of a row
+    return Launch("_move_rows_kernel", run, registers, (bits, 0.6), (bits, 1.0))
+
+
+def row_ids(*, cp_size: int, zigzag: bool, bshd: bool) -> Launch:
+    def run() -> Tensor:
+        offsets, segments = meta(2 if bshd else 33, dtype=i32), meta(3, 32, dtype=i32)
+        return layout._row_ids_cuda(
+            offsets, segments, TOKENS, 0, cp_size, cp_size - 1, zigzag, bshd, 1
+        )
+
+    return Launch("_make_row_ids_kernel", run, 40, (32, 1.0), (64, 1.0))
+
+
+def restore_row_ids(*, cp_size: int, zigzag: bool, bshd: bool) -> Launch:
+    def run() -> Tensor:
+        offsets, columns = meta(2 if bshd else 33, dtype=i32), meta(2, 32, dtype=i32)
+        return restore._restore_row_ids_cuda(offsets, columns, 8191, TOKENS, cp_size, zigzag, bshd)
+
+    return Launch("_make_restore_row_ids_kernel", run, 40, (32, 1.0), (64, 1.0))
+
+
+def gather_routes(
+    captured: tuple[int, int],
+    dtype: torch.dtype,
+    layers: range | int,
+    *,
+    load_bits: int,
+    store_bits: int,
+    spread: bool = False,
+    out: torch.dtype = i32,
+) -> Launch:
+    """``layers``: a range of captured layers, or how many a table on the device lists."""
+
+    def run() -> tuple[Tensor, Tensor]:
+        listed = meta(layers, dtype=i32) if isinstance(layers, int) else None
+        run = range(layers) if isinstance(layers, int) else layers
+        return routes._gather_routes_cuda(
+            meta(9001, *captured, dtype=dtype), ids(), listed, run.start, run.step, len(run),
+            256, spread, 8 if spread else 1, 3 if spread else 0, out,
+        )  # fmt: skip
+
+    return Launch("_gather_routes_kernel", run, 128, (load_bits, 0.9), (store_bits, 0.9))
+
+
+LAUNCHES = {
+    "gather routes 48x8 uint8": move_rows((48, 8), u8, 40, 128),
+    "gather routes 48x8 int16": move_rows((48, 8), i16, 48, 128),
+    "gather hidden bf16": move_rows((2048,), torch.bfloat16, 48, 128),
+    "gather support of 20": move_rows((20,), i32, 176, 32),
+    "gather logprobs": move_rows((), torch.float32, 64, 32),
+    "scatter routes 48x8 uint8": move_rows((48, 8), u8, 40, 128, scatter=True),
+    "scatter logprobs": move_rows((), torch.float32, 64, 32, scatter=True),
+    "row ids thd": row_ids(cp_size=1, zigzag=False, bshd=False),
+    "row ids thd zigzag": row_ids(cp_size=4, zigzag=True, bshd=False),
+    "row ids thd contiguous": row_ids(cp_size=4, zigzag=False, bshd=False),
+    "row ids bshd": row_ids(cp_size=1, zigzag=False, bshd=True),
+    "row ids bshd zigzag": row_ids(cp_size=4, zigzag=True, bshd=True),
+    "restore ids thd": restore_row_ids(cp_size=1, zigzag=False, bshd=False),
+    "restore ids thd zigzag": restore_row_ids(cp_size=4, zigzag=True, bshd=False),
+    "restore ids bshd": restore_row_ids(cp_size=1, zigzag=False, bshd=True),
+    "restore ids bshd zigzag": restore_row_ids(cp_size=4, zigzag=True, bshd=True),
+    "routes 48x8 uint8": gather_routes((48, 8), u8, range(48), load_bits=64, store_bits=128),
+    "routes 48x8 uint8 to int64": gather_routes(
+        (48, 8), u8, range(48), load_bits=64, store_bits=128, out=i64
+    ),
+    "routes 48x8 uint8 spread": gather_routes(
+        (48, 8), u8, range(48), load_bits=64, store_bits=128, spread=True
+    ),
+    "routes 8 of 61x8 int16": gather_routes(
+        (61, 8), i16, range(16, 24), load_bits=64, store_bits=128
+    ),
+    "routes 12x2 uint8": gather_routes((12, 2), u8, range(12), load_bits=8, store_bits=64),
+    "routes every 2nd of 48x8 uint8": gather_routes(
+        (48, 8), u8, range(1, 48, 2), load_bits=8, store_bits=128
+    ),
+    "routes listed 5 of 48x6 uint8": gather_routes((48, 6), u8, 5, load_bits=8, store_bits=32),
+    "routes listed 5 of 48x6 uint8 spread to int64": gather_routes(
+        (48, 6), u8, 5, load_bits=8, store_bits=64, spread=True, out=i64
+    ),
+}
+
+
+def is_jitted(function: ast.FunctionDef) -> bool:
+    return any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def launched_kernels() -> set[str]:
+    """Names of the ``triton.jit`` functions of kernels/*.py that no other of them calls."""
+    (folder,) = packhorse.kernels.__path__
+    jitted: dict[str, ast.FunctionDef] = {}
+    for path in Path(folder).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and is_jitted(node):
+                jitted[node.name] = node
+    called = {
+        call.func.id
+        for function in jitted.values()
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+    }
+    return set(jitted) - called
+
+
+def test_every_kernel_has_an_entry():
+    assert launched_kernels() == {launch.kernel for launch in LAUNCHES.values()}
+
+
+def reports(launch: Launch, target: str) -> list[Report]:
+    with compile_only(target) as compiled:
+        launch.run()
+    return [report(kernel) for kernel in compiled]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_compiles_within_its_budget(name, target):
+    launch = LAUNCHES[name]
+    (kernel,) = (r for r in reports(launch, target) if r.name == launch.kernel)
+    assert kernel.target == target
+    assert not kernel.spills, kernel
+    assert kernel.registers <= launch.registers, kernel
+    for kind, (bits, share) in (("LDG", launch.loads), ("STG", launch.stores)):
+        assert kernel.wide_share(kind, bits) >= share, (kind, bits, kernel)
