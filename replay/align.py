@@ -27,6 +27,7 @@ def align_dense(layout: "TokenLayout", dense: Tensor, fill: int, next_token: boo
     if dense.dim() < 2 or tuple(dense.shape[:2]) != (batch, width):
         raise ValueError(f"{name}: dense must be [{batch}, {width}, ...], got {list(dense.shape)}")
     _check_device(name, "dense", dense, layout)
+    _check_fill(name, fill)
     if batch * width > _INT32_MAX:
         raise ValueError(f"{name}: {batch} x {width} cells exceed int32")
     bases = [i * width + column for i, column in enumerate(layout.first_columns)]
@@ -38,6 +39,7 @@ def restore_dense(layout: "TokenLayout", values: Tensor, fill: int) -> Tensor:
     """[T, ...] of this rank -> [B, S - 1, ...]; see ``TokenLayout.restore``."""
     name = "TokenLayout.restore"
     _check_values(name, values, layout)
+    _check_fill(name, fill)
     if layout.cp_size == 1:
         return restore_gathered(layout, [values], fill)
     if layout.cp_group is None:
@@ -57,10 +59,20 @@ def restore_dense(layout: "TokenLayout", values: Tensor, fill: int) -> Tensor:
 def restore_gathered(layout: "TokenLayout", values: Sequence[Tensor], fill: int) -> Tensor:
     """Values of every context-parallel rank -> [B, S - 1, ...]."""
     name = "TokenLayout.restore_gathered"
+    _check_fill(name, fill)
     if len(values) != layout.cp_size:
         raise ValueError(f"{name}: values of {len(values)} ranks for cp_size={layout.cp_size}")
-    for part in values:
+    for rank, part in enumerate(values):
         _check_values(name, part, layout)
+        if part.dtype != values[0].dtype:
+            raise TypeError(
+                f"{name}: values of rank {rank} are {part.dtype}, those of rank 0 {values[0].dtype}"
+            )
+        if part.shape != values[0].shape:
+            raise ValueError(
+                f"{name}: values of rank {rank} are {list(part.shape)}, those of rank 0"
+                f" {list(values[0].shape)}"
+            )
     width = max(layout.batch_width - 1, 0)
     columns = layout._table((layout.first_columns, layout.lengths), layout.num_sequences)
     row_ids = make_restore_row_ids(
@@ -99,6 +111,11 @@ def _check_values(name: str, values: Tensor, layout: "TokenLayout") -> None:
             f"{name}: values must be [{layout.num_tokens}, ...], got {list(values.shape)}"
         )
     _check_device(name, "values", values, layout)
+
+
+def _check_fill(name: str, fill: object) -> None:
+    if not isinstance(fill, int):
+        raise TypeError(f"{name}: fill must be an integer, got {fill!r}")
 
 
 def _check_device(name: str, field: str, tensor: Tensor, layout: "TokenLayout") -> None:

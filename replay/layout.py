@@ -18,7 +18,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -41,10 +41,7 @@ def sequence_alignment(tp_size: int = 1, cp_size: int = 1, fp8: Fp8 = False) -> 
     the recipe's blocks need: 16 * CP (``True``, "delayed", "tensorwise"), 32 * TP * CP ("mxfp8"),
     128 * TP * CP or, without TP, 16 * CP ("blockwise").
     """
-    if not isinstance(fp8, bool) and fp8 not in _FP8_RECIPES:
-        raise ValueError(
-            f"sequence_alignment: fp8 must be True, False or one of {_FP8_RECIPES}, got {fp8!r}"
-        )
+    _check_fp8("sequence_alignment", fp8)
     tokens = tp_size if cp_size == 1 else 2 * tp_size * cp_size
     if fp8 is False:
         return tokens
@@ -135,7 +132,12 @@ class TokenLayout:
             raise ValueError(f"{name}: format must be 'thd' or 'bshd', got {format!r}")
         if cp_order not in ("zigzag", "contiguous"):
             raise ValueError(f"{name}: cp_order must be 'zigzag' or 'contiguous', got {cp_order!r}")
+        _check_fp8(name, fp8)
         for kind, size, rank in (("tp", tp_size, tp_rank), ("cp", cp_size, cp_rank)):
+            if not _is_int(size) or not _is_int(rank):
+                raise TypeError(
+                    f"{name}: {kind}_size={size!r} and {kind}_rank={rank!r} must be integers"
+                )
             if size < 1 or not 0 <= rank < size:
                 raise ValueError(f"{name}: {kind}_rank={rank} is not in [0, {kind}_size={size})")
         alignment = sequence_alignment(tp_size, cp_size, fp8)
@@ -231,10 +233,10 @@ class TokenLayout:
         """
         name = "TokenLayout.row_ids"
         counts = self._per_trajectory(name, "segment_lengths", segment_lengths)
-        if isinstance(starts, int):
-            first: tuple[int, ...] = (int(starts),) * len(counts)
+        if isinstance(starts, int) and not isinstance(starts, bool):
+            first: tuple[int, ...] = (starts,) * len(counts)
         else:
-            first = self._per_trajectory(name, "starts", starts)
+            first = self._per_trajectory(name, "starts", cast(HostInts, starts))
         return self._row_ids(name, counts, first, next_token, slice)
 
     def token_row_ids(self, next_token: bool = False) -> Tensor:
@@ -480,7 +482,7 @@ def host_ints(name: str, field: str, values: object) -> tuple[int, ...]:
         raise TypeError(f"{name}: {field} must be a sequence of host integers, got {values!r}")
     if not set(map(type, values)) <= {int}:  # bool is not int here
         for i, value in enumerate(values):
-            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            if not _is_int(value):
                 raise TypeError(
                     f"{name}: {field} of trajectory {i} must be a host integer, got {value!r}"
                 )
@@ -510,6 +512,15 @@ def _host_table(rows: Sequence[Sequence[int]], width: int, device: torch.device)
 
 
 # --- checks ---------------------------------------------------------------------------------------
+
+
+def _check_fp8(name: str, fp8: object) -> None:
+    if not isinstance(fp8, bool) and fp8 not in _FP8_RECIPES:
+        raise ValueError(f"{name}: fp8 must be True, False or one of {_FP8_RECIPES}, got {fp8!r}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _check_padded(
