@@ -1,0 +1,766 @@
+"""PackedTensor.
+
+Oracle: a batch is a Python list of segments, a segment a list of rows, a row what ``tolist`` gives;
+every operation is done once more on those lists. Rows are moved, not computed, so nothing here has
+a tolerance.
+"""
+
+import copy
+import io
+import itertools
+import math
+import mmap
+import pickle
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from packhorse.packed import tensor as tensor_module
+from packhorse.packed.tensor import PackedTensor
+
+INT32_MAX = 2**31 - 1
+KINDS = [
+    pytest.param(torch.uint8, (3, 2), id="routes"),
+    pytest.param(torch.int32, (4,), id="support"),
+    pytest.param(torch.float32, (), id="logprobs"),
+    pytest.param(torch.bfloat16, (2, 0), id="no-columns"),
+    pytest.param(torch.bool, (1,), id="flags"),
+]
+
+
+def make_rows(num_rows: int, dtype: torch.dtype, row_shape: tuple[int, ...]) -> torch.Tensor:
+    """Rows whose elements count up, so that a misplaced one shows."""
+    count = torch.arange(num_rows * math.prod(row_shape)).reshape(num_rows, *row_shape)
+    return (count % 2 if dtype == torch.bool else count % 120 + 1).to(dtype)
+
+
+def make_packed(lengths, dtype=torch.int32, row_shape=(2,), device="cpu") -> PackedTensor:
+    values = make_rows(sum(lengths), dtype, row_shape).to(device)
+    return PackedTensor.from_lengths(values, lengths)
+
+
+def as_lists(packed: PackedTensor) -> list[list[Any]]:
+    """The segments as lists, read from values and cu_seqlens alone."""
+    rows, ends = packed.values.tolist(), packed.cu_seqlens.tolist()
+    return [rows[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def check(packed: PackedTensor, model: list[list[Any]], like: PackedTensor) -> None:
+    """``packed`` holds the segments of ``model``, and all its views of itself agree."""
+    assert as_lists(packed) == model
+    assert [segment.tolist() for segment in packed] == model
+    assert packed.lengths == tuple(len(segment) for segment in model)
+    assert packed.offsets == tuple(packed.cu_seqlens.tolist())
+    assert packed.offsets[0] == 0
+    assert packed.offsets[-1] == packed.num_rows == packed.values.shape[0]
+    assert packed.cu_seqlens.dtype == torch.int32
+    assert packed.cu_seqlens.is_contiguous()
+    assert packed.cu_seqlens.device == packed.values.device == packed.device == like.device
+    assert (packed.dtype, packed.row_shape) == (like.dtype, like.row_shape)
+    assert len(packed) == len(model)
+    assert packed.max_seqlen == max(map(len, model), default=0)
+
+
+# --- every operation against lists ----------------------------------------------------------------
+
+lengths_lists = st.lists(st.integers(0, 5), max_size=6)
+
+
+@st.composite
+def selections(draw, num_segments: int) -> tuple[Any, Callable[[list], list]]:
+    """A selector of several segments, and the same selection from a list."""
+    if num_segments:
+        ids = draw(st.lists(st.integers(-num_segments, num_segments - 1), max_size=8))
+    else:
+        ids = []
+    mask = draw(st.lists(st.booleans(), min_size=num_segments, max_size=num_segments))
+    bounds = st.none() | st.integers(-8, 8)
+    cut = slice(draw(bounds), draw(bounds), draw(bounds.filter(lambda step: step != 0)))
+    first, stop = sorted(draw(st.tuples(*[st.integers(0, num_segments)] * 2)))
+    span = range(first, stop, draw(st.integers(1, 3)))
+    if draw(st.booleans()):
+        span = span[::-1]
+
+    def by_ids(segments: list) -> list:
+        return [segments[i] for i in ids]
+
+    def by_mask(segments: list) -> list:
+        return [segment for segment, keep in zip(segments, mask, strict=True) if keep]
+
+    choices = [
+        (ids, by_ids),
+        (torch.tensor(ids, dtype=torch.int64), by_ids),
+        (torch.tensor(ids, dtype=torch.int32), by_ids),
+        (np.array(ids, dtype=np.int64), by_ids),
+        (np.array(ids, dtype=np.int16), by_ids),
+        ([np.int64(i) for i in ids], by_ids),
+        (torch.tensor(mask, dtype=torch.bool), by_mask),
+        (np.array(mask, dtype=np.bool_), by_mask),
+        (span, lambda segments: [segments[i] for i in span]),
+        (cut, lambda segments: segments[cut]),
+    ]
+    if mask:  # an empty list holds neither ints nor bools
+        choices += [(mask, by_mask), ([np.bool_(keep) for keep in mask], by_mask)]
+    return draw(st.sampled_from(choices))
+
+
+@pytest.mark.parametrize(("dtype", "row_shape"), KINDS)
+@pytest.mark.parametrize("rows_per_run", [0, 10**9], ids=["copy-runs", "index-rows"])
+@given(lengths=lengths_lists, data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_selecting_matches_lists(dtype, row_shape, rows_per_run, device, lengths, data):
+    packed = make_packed(lengths, dtype, row_shape, device)
+    model = as_lists(packed)
+    selector, select = data.draw(selections(len(lengths)))
+    with mock.patch.object(tensor_module, "_ROWS_PER_RUN", rows_per_run):
+        check(packed[selector], select(model), packed)
+    check(packed, model, packed)
+
+
+@pytest.mark.parametrize(("dtype", "row_shape"), KINDS)
+@given(lengths=lengths_lists, data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_any_chain_of_operations_matches_lists(dtype, row_shape, device, lengths, data):
+    packed = like = make_packed(lengths, dtype, row_shape, device)
+    model = as_lists(packed)
+
+    def select(packed, model):
+        selector, select = data.draw(selections(len(model)))
+        return packed[selector], select(model)
+
+    def repeat(packed, model):
+        times = data.draw(st.integers(0, 3))
+        return packed.repeat(times), model * times
+
+    def repeat_each(packed, model):
+        times = data.draw(st.integers(0, 3))
+        repeated = [segment for segment in model for _ in range(times)]
+        return packed.repeat_interleave(times), repeated
+
+    def repeat_by_counts(packed, model):
+        counts = data.draw(st.lists(st.integers(0, 3), min_size=len(model), max_size=len(model)))
+        repeated = [seg for seg, times in zip(model, counts, strict=True) for _ in range(times)]
+        kind = data.draw(st.sampled_from([list, np.array, torch.tensor]))
+        given = counts if not counts or kind is list else kind(counts)
+        return packed.repeat_interleave(given), repeated
+
+    def split_and_join(packed, model):
+        size = data.draw(st.integers(1, 4))
+        parts = packed.split(size)
+        expected = [model[i : i + size] for i in range(0, len(model), size)] or [[]]
+        assert [as_lists(part) for part in parts] == expected
+        return PackedTensor.cat(parts[::-1]), [seg for part in expected[::-1] for seg in part]
+
+    def split_by_sizes(packed, model):
+        first = data.draw(st.integers(0, len(model)))
+        left, none, right = packed.split([first, 0, len(model) - first])
+        check(none, [], like)
+        return PackedTensor.cat([right, none, left]), model[first:] + model[:first]
+
+    def chunk(packed, model):
+        parts = packed.chunk(chunks := data.draw(st.integers(1, 4)))
+        dense = torch.arange(len(model)).chunk(chunks)
+        assert [len(part) for part in parts] == [len(part) for part in dense]
+        return parts[-1], [model[i] for i in dense[-1].tolist()]
+
+    def cat_with_itself(packed, model):
+        return PackedTensor.cat([packed, packed[:1], packed]), model + model[:1] + model
+
+    def rebuild(packed, model):
+        other = PackedTensor(packed.values, packed.cu_seqlens, lengths=packed.lengths)
+        return PackedTensor.from_segments([*other, other.values[:0]])[:-1], model
+
+    def through_nested(packed, model):
+        return PackedTensor.from_nested(packed.to_nested(), lengths=packed.lengths), model
+
+    def through_pickle(packed, model):
+        protocol = data.draw(st.integers(2, 5))
+        return pickle.loads(pickle.dumps(packed, protocol=protocol)), model
+
+    def keep(packed, model):
+        for same in (packed.clone(), packed.contiguous(), packed.detach(), copy.deepcopy(packed)):
+            check(same, model, like)
+        return packed.to(device), model
+
+    operations = [
+        select, repeat, repeat_each, repeat_by_counts, split_and_join, split_by_sizes, chunk,
+        cat_with_itself, rebuild, through_nested, through_pickle, keep,
+    ]  # fmt: skip
+    for operation in data.draw(st.lists(st.sampled_from(operations), min_size=1, max_size=4)):
+        if sum(map(len, model)) > 200:
+            break
+        packed, model = operation(packed, model)
+        check(packed, model, like)
+
+
+@pytest.mark.parametrize(("dtype", "row_shape"), KINDS)
+@pytest.mark.parametrize("side", ["left", "right"])
+@given(lengths=lengths_lists, extra=st.none() | st.integers(0, 3))
+@settings(max_examples=20, deadline=None)
+def test_padding_matches_lists(dtype, row_shape, side, device, lengths, extra):
+    packed = make_packed(lengths, dtype, row_shape, device)
+    longest = max(lengths, default=0)
+    width = longest if extra is None else longest + extra
+    missing = torch.full(row_shape, 1, dtype=dtype).tolist()
+    expected = []
+    for segment in as_lists(packed):
+        pads = [missing] * (width - len(segment))
+        expected.append(pads + segment if side == "left" else segment + pads)
+    padded = packed.to_padded(1, None if extra is None else width, side=side)
+    assert padded.tolist() == expected
+    assert padded.shape == (len(lengths), width, *row_shape)
+    assert padded.dtype == dtype
+
+
+def test_padding_goes_to_the_right_unless_asked():
+    assert make_packed([1, 2], row_shape=()).to_padded(0).tolist() == [[1, 0], [2, 3]]
+
+
+@given(lengths=lengths_lists)
+@settings(max_examples=30, deadline=None)
+def test_every_integer_kind_names_one_segment(lengths):
+    packed = make_packed(lengths)
+    model = as_lists(packed)
+    for i in range(-len(lengths), len(lengths)):
+        for index in (i, np.int64(i), np.int16(i), np.array(i), torch.tensor(i)):
+            assert packed[index].tolist() == packed.segment(index).tolist() == model[i]
+
+
+# --- trap 41: none, empty, one; for every kind of field -------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "row_shape"), KINDS)
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0], [3], [0, 2, 0]], ids=str)
+def test_no_segment_empty_segments_and_one_segment_are_legal(dtype, row_shape, lengths, device):
+    packed = make_packed(lengths, dtype, row_shape, device)
+    model = as_lists(packed)
+    assert list(map(len, model)) == lengths
+    check(packed[:], model, packed)
+    check(packed[[]], [], packed)
+    check(packed[5:], [], packed)
+    check(packed[2:1], [], packed)
+    check(packed[::-1], model[::-1], packed)
+    check(packed[torch.zeros(len(lengths), dtype=torch.bool)], [], packed)
+    check(packed.repeat(0), [], packed)
+    check(packed.repeat_interleave(0), [], packed)
+    check(PackedTensor.cat([packed[:0], packed[:0]]), [], packed)
+    check(PackedTensor.cat([packed[:0], packed]), model, packed)
+    check(PackedTensor.empty(row_shape, dtype=dtype, device=device), [], packed)
+    check(
+        PackedTensor.empty(row_shape, dtype=dtype, num_segments=2, device=device), [[], []], packed
+    )
+    assert packed.equal(packed.clone())
+    assert packed[:0].to_padded(0).shape == (0, 0, *row_shape)
+    assert packed.to_padded(0, width=4).shape == (len(lengths), 4, *row_shape)
+    if lengths:
+        assert packed[-1].tolist() == model[-1]
+
+
+def test_the_last_segment_is_minus_one():
+    assert make_packed([2, 3, 1], row_shape=())[-1].tolist() == [6]
+
+
+# --- trap 42: dtypes ------------------------------------------------------------------------------
+
+
+def test_cat_of_two_dtypes_is_an_error_and_widening_is_explicit():
+    narrow = make_packed([2], torch.uint8)
+    wide = make_packed([1], torch.int16)
+    for inputs in ([narrow, wide], [wide, narrow], [narrow, wide[:0]]):
+        with pytest.raises(TypeError, match=r"input 1 is torch\.\w+, input 0 is torch"):
+            PackedTensor.cat(inputs)
+    joined = PackedTensor.cat([narrow.widen(torch.int16), wide])
+    assert joined.dtype == torch.int16
+    assert as_lists(joined) == as_lists(narrow) + as_lists(wide)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool])
+def test_to_never_casts_integers(dtype):
+    packed = make_packed([2, 1], dtype)
+    assert packed.to(torch.bfloat16) is packed
+    assert packed.to("cpu", torch.float32) is packed
+    assert packed.to(dtype) is packed
+    for other in {torch.uint8, torch.int64, torch.bool} - {dtype}:
+        with pytest.raises(TypeError, match="not floating"):
+            packed.to(other)
+
+
+def test_to_casts_floats_and_leaves_the_offsets():
+    packed = make_packed([2, 1], torch.float32)
+    half = packed.to(torch.bfloat16)
+    assert half.dtype == torch.bfloat16
+    assert half.cu_seqlens.dtype == torch.int32
+    assert half.values.tolist() == packed.values.tolist()
+    assert packed.to(dtype=torch.float64).dtype == torch.float64
+    with pytest.raises(TypeError, match="not floating"):
+        packed.to(torch.int32)
+
+
+def test_to_with_copy_is_private():
+    packed = make_packed([2, 1])
+    assert packed.to("cpu") is packed
+    copied = packed.to("cpu", copy=True)
+    assert copied.equal(packed)
+    assert copied.values.data_ptr() != packed.values.data_ptr()
+    assert copied.cu_seqlens.data_ptr() != packed.cu_seqlens.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (torch.int16, torch.uint8), (torch.int32, torch.int16), (torch.uint8, torch.int8),
+        (torch.int8, torch.uint8), (torch.uint8, torch.float32), (torch.float32, torch.float64),
+        (torch.bool, torch.uint8), (torch.uint16, torch.int16),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_widen_refuses_what_could_lose_a_value(source, target):
+    with pytest.raises(TypeError, match="widen"):
+        make_packed([2], source).widen(target)
+
+
+# --- trap 43: nothing reads a device --------------------------------------------------------------
+
+
+class ForbidReads(TorchDispatchMode):
+    """Fails at every operator that brings a device tensor's content to the host."""
+
+    READS = frozenset(
+        {"_local_scalar_dense", "item", "nonzero", "masked_select", "equal", "unique"}
+    )
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        on_device = any(
+            isinstance(arg, torch.Tensor) and arg.device.type != "cpu"
+            for arg in (*args, *kwargs.values())
+        )
+        name = func.overloadpacket.__name__
+        reads = name in self.READS or (name == "index" and args[1][0].dtype == torch.bool)
+        assert not (on_device and reads), f"{name} reads the device"
+        if on_device and name in ("_to_copy", "copy_"):
+            target = args[0].device if name == "copy_" else kwargs.get("device")
+            assert target is None or torch.device(target).type != "cpu", f"{name} reads the device"
+        return func(*args, **kwargs)
+
+
+def use_every_operation(values: torch.Tensor, cu_seqlens: torch.Tensor) -> None:
+    """``values`` [6, 2] in segments of 2, 0 and 4 rows."""
+    packed = PackedTensor(values, cu_seqlens, lengths=[2, 0, 4])
+    PackedTensor.from_lengths(values, [1, 5])
+    PackedTensor.from_segments([values, values[:2]])
+    PackedTensor.empty((2,), dtype=values.dtype, num_segments=3, device=values.device)
+    assert packed.lengths == (2, 0, 4)
+    assert (packed[-1].shape, packed.segment(0).shape) == ((4, 2), (2, 2))
+    assert [len(segment) for segment in packed] == [2, 0, 4]
+    assert packed[1:].lengths == packed[-2:].lengths == (0, 4)
+    for rows_per_run in (0, 10**9):
+        with mock.patch.object(tensor_module, "_ROWS_PER_RUN", rows_per_run):
+            for selector in ([2, 0, 2], torch.tensor([2, 0, 2]), np.array([2, 0, 2])):
+                assert packed[selector].lengths == (4, 2, 4)
+            assert packed[::-1].lengths == (4, 0, 2)
+            assert packed[range(2, -1, -2)].lengths == (4, 2)
+            assert packed.repeat_interleave(2).lengths == (2, 2, 0, 0, 4, 4)
+            assert packed.repeat_interleave([2, 0, 1]).lengths == (2, 2, 4)
+    assert packed[[True, False, True]].lengths == (2, 4)
+    assert packed[torch.tensor([True, False, True])].lengths == (2, 4)
+    assert packed[[]].lengths == packed[1:1].lengths == ()
+    assert PackedTensor.cat([packed, packed[:1]]).lengths == (2, 0, 4, 2)
+    assert packed.repeat(2).lengths == (2, 0, 4, 2, 0, 4)
+    assert [part.lengths for part in packed.split(2)] == [(2, 0), (4,)]
+    assert [part.lengths for part in packed.split([1, 2])] == [(2,), (0, 4)]
+    assert [part.lengths for part in packed.chunk(2)] == [(2, 0), (4,)]
+    assert packed.to(values.device, non_blocking=True).device == values.device
+    assert packed.to(torch.float16).dtype == values.dtype
+    assert packed.widen(torch.int64).dtype == torch.int64
+    assert packed.clone().contiguous().detach().lengths == (2, 0, 4)
+    assert packed.to_padded(0).shape == packed.to_padded(0, 4, side="left").shape == (3, 4, 2)
+    assert PackedTensor.from_nested(packed.to_nested(), lengths=packed.lengths).lengths == (2, 0, 4)
+    assert not packed.equal(packed[:2])
+    assert not packed.equal(packed.widen(torch.int64))
+    assert "3 segments" in repr(packed)
+    assert pickle.loads(pickle.dumps(packed[1:])).lengths == (0, 4)
+
+
+def test_no_operation_reads_a_device_without_data():
+    values = torch.empty(6, 2, dtype=torch.int32, device="meta")
+    cu_seqlens = torch.empty(4, dtype=torch.int32, device="meta")
+    with ForbidReads():
+        use_every_operation(values, cu_seqlens)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.to("cpu"),
+        lambda x: x.cpu(),
+        lambda x: torch.empty(2).copy_(x),
+        lambda x: x[0].item(),
+        lambda x: bool(x[0]),
+        lambda x: x.nonzero(),
+        lambda x: torch.equal(x, x),
+        lambda x: x[x > 0],
+    ],
+)
+def test_the_read_guard_sees_reads(read):
+    with pytest.raises(AssertionError, match="reads the device"), ForbidReads():
+        read(torch.empty(2, device="meta"))
+
+
+def test_no_operation_waits_for_the_gpu(cuda):
+    values = torch.arange(12, dtype=torch.int32, device=cuda).view(6, 2)
+    cu_seqlens = torch.tensor([0, 2, 2, 6], dtype=torch.int32, device=cuda)
+    host = make_packed([2, 0, 4]).pin_memory()
+    pickled = pickle.dumps  # copies to the host, as pickling must
+    with mock.patch.object(pickle, "dumps", lambda packed: pickled(make_packed(packed.lengths))):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            use_every_operation(values, cu_seqlens)
+            assert host.to(cuda, non_blocking=True).lengths == (2, 0, 4)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_device_offsets_need_host_lengths():
+    values = torch.empty(3, device="meta")
+    cu_seqlens = torch.empty(2, dtype=torch.int32, device="meta")
+    with pytest.raises(TypeError, match=r"needs lengths="):
+        PackedTensor(values, cu_seqlens)
+    with pytest.raises(TypeError, match="lengths is on meta"):
+        PackedTensor(values, cu_seqlens, lengths=torch.empty(1, dtype=torch.int64, device="meta"))
+    with pytest.raises(TypeError, match=r"needs lengths="):
+        PackedTensor.from_nested(make_packed([2]).to("meta").to_nested())
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        torch.empty(1, dtype=torch.int64, device="meta"),
+        torch.empty(2, dtype=torch.bool, device="meta"),
+        torch.empty((), dtype=torch.int64, device="meta"),
+        [0, torch.empty((), dtype=torch.int64, device="meta")],
+        slice(torch.empty((), dtype=torch.int64, device="meta"), None),
+    ],
+    ids=["ids", "mask", "scalar", "scalar-in-a-list", "slice-bound"],
+)
+def test_an_index_on_a_device_is_refused(index):
+    with pytest.raises(TypeError, match="on meta"):
+        make_packed([2, 1])[index]
+    with pytest.raises(TypeError, match="on meta"):
+        make_packed([2, 1]).repeat_interleave(torch.empty(2, dtype=torch.int64, device="meta"))
+
+
+# --- trap 44: slicing rebases ---------------------------------------------------------------------
+
+
+def test_row_ids_of_a_slice_start_at_its_first_row():
+    from packhorse.replay.layout import TokenLayout
+
+    prompts, responses = [3, 2], [2, 4]
+    support = make_packed(responses, torch.int32, (5,))
+    second = support[1:2]
+    assert second.offsets == (0, 4)
+    assert second.cu_seqlens.tolist() == [0, 4]
+    layout = TokenLayout.build([prompts[1] + responses[1]])
+    row_ids = layout.support_row_ids(second.lengths).tolist()
+    assert row_ids == [-1, 0, 1, 2, 3, -1]
+    rows = [second.values[row].tolist() for row in row_ids if row >= 0]
+    assert rows == support[1].tolist()
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def test_what_moves_no_row_is_a_view(device):
+    packed = make_packed([2, 0, 3, 1], device=device)
+    base = packed.values.untyped_storage().data_ptr()
+
+    def is_view(result: PackedTensor) -> bool:
+        return result.values.untyped_storage().data_ptr() == base
+
+    assert packed[1].untyped_storage().data_ptr() == base
+    views = [packed[1:3], packed[[2, 3]], packed[range(1, 4)], packed[[0, 2]], packed[[2, 1, 3]]]
+    views += [packed[[False, False, True, True]], packed.to(device), packed.detach()]
+    views += [*packed.split(2), *packed.chunk(3), packed.repeat(1), packed.repeat_interleave(1)]
+    assert all(map(is_view, views))
+    copies = [packed[[3, 2]], packed[[0, 0]], packed.clone(), packed.repeat(2)]
+    copies += [PackedTensor.from_segments([packed.values]), PackedTensor.cat([packed, packed])]
+    assert not any(map(is_view, copies))
+    assert PackedTensor.cat([packed]) is packed
+
+
+def test_the_rows_of_a_strided_input_are_read_in_place():
+    wide = make_rows(6, torch.int32, (4,))
+    packed = PackedTensor.from_lengths(wide[:, ::2], [4, 2])
+    expected = wide[:, ::2].tolist()
+    assert as_lists(packed) == [expected[:4], expected[4:]]
+    assert as_lists(packed[[1, 0]]) == [expected[4:], expected[:4]]
+    assert packed.contiguous().values.is_contiguous()
+    assert not packed.values.is_contiguous()
+    assert pickle.loads(pickle.dumps(packed, protocol=5)).equal(packed)
+    offsets = torch.tensor([0, 9, 4, 9, 6, 9], dtype=torch.int32)[::2]
+    assert PackedTensor(wide, offsets).cu_seqlens.is_contiguous()
+
+
+def test_read_only_memory_is_never_written(tmp_path):
+    # the pages are mapped without write permission: a write ends this process
+    source = make_packed([2, 0, 4])
+    file = tmp_path / "rows"
+    file.write_bytes(source.values.numpy().tobytes())
+    with file.open("rb") as handle:
+        pages = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+    pickled = pickle.dumps(source, protocol=5, buffer_callback=lambda _: False)
+    packed = pickle.loads(pickled, buffers=[pages])
+    assert packed.equal(source)
+    use_every_operation(packed.values, packed.cu_seqlens)
+    private = packed.clone()
+    private.values.fill_(0)
+    assert packed.equal(source)
+    assert not private.equal(source)
+
+
+def test_pickle_protocol_5_ships_one_buffer_of_the_rows_alone():
+    packed = make_packed([2, 3, 1], torch.int16, (4, 2))
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(packed[1:2], protocol=5, buffer_callback=buffers.append)
+    assert [buffer.raw().nbytes for buffer in buffers] == [3 * 4 * 2 * 2]
+    loaded = pickle.loads(data, buffers=[bytes(buffer.raw()) for buffer in buffers])
+    assert loaded.equal(packed[1:2])
+    rest = make_packed([1, 4000], torch.int64)
+    assert len(pickle.dumps(rest[:1], protocol=2)) < 2000
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.uint16, torch.float64])
+def test_pickle_keeps_every_dtype(dtype):
+    packed = make_packed([1, 2], dtype, (3,))
+    saved = io.BytesIO()
+    torch.save(packed, saved)
+    saved.seek(0)
+    for loaded in (pickle.loads(pickle.dumps(packed, 5)), torch.load(saved, weights_only=False)):
+        assert loaded.dtype == dtype
+        assert as_lists(loaded) == as_lists(packed)
+
+
+def test_pinned_copies_keep_their_rows(cuda):
+    packed = make_packed([2, 0, 1])
+    pinned = packed.pin_memory()
+    assert pinned.is_pinned()
+    assert pinned.cu_seqlens.is_pinned()
+    assert pinned.pin_memory() is pinned
+    assert pinned.to(cuda, non_blocking=True).to("cpu").equal(packed)
+    with pytest.raises(ValueError, match="values are on cuda"):
+        packed.to(cuda).pin_memory()
+
+
+def test_pinning_without_an_accelerator_changes_nothing():
+    if torch.accelerator.is_available():
+        pytest.skip("there is an accelerator")
+    packed = make_packed([2])
+    assert packed.pin_memory() is packed
+
+
+# --- equality, gradients --------------------------------------------------------------------------
+
+
+def test_equality_means_dtype_lengths_row_shape_and_values():
+    packed = make_packed([2, 1])
+    assert packed == packed.clone()
+    assert packed != packed.widen(torch.int64)
+    assert packed != make_packed([1, 2])
+    assert packed != PackedTensor.from_lengths(packed.values[:, :1], [2, 1])
+    assert packed != PackedTensor.from_lengths(packed.values + 1, [2, 1])
+    assert make_packed([], row_shape=(2,)) != make_packed([], row_shape=(3,))
+    assert packed != packed.to("meta")
+    assert (packed == 3) is False
+    with pytest.raises(TypeError, match="other is a Tensor"):
+        packed.equal(packed.values)
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(packed)
+
+
+@pytest.mark.parametrize("rows_per_run", [0, 10**9])
+def test_gradients_reach_the_rows_that_were_taken(rows_per_run, device):
+    values = make_rows(6, torch.float64, (2,)).to(device).requires_grad_()
+    packed = PackedTensor.from_lengths(values, [2, 0, 4])
+    assert packed.requires_grad
+    assert not packed.detach().requires_grad
+    with mock.patch.object(tensor_module, "_ROWS_PER_RUN", rows_per_run):
+        taken = packed[[2, 0, 2]]
+    (gradient,) = torch.autograd.grad(taken.values.sum(), values, retain_graph=True)
+    assert gradient.tolist() == [[1.0, 1.0]] * 2 + [[2.0, 2.0]] * 4
+    (gradient,) = torch.autograd.grad(packed.to_padded(0.0).sum() * 3, values)
+    assert gradient.tolist() == [[3.0, 3.0]] * 6
+    joined = PackedTensor.cat([packed[1:], packed]).repeat(2)
+    (gradient,) = torch.autograd.grad(joined.values.sum(), values)
+    assert gradient.tolist() == [[2.0, 2.0]] * 2 + [[4.0, 4.0]] * 4
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+V = torch.arange(6, dtype=torch.int32).view(3, 2)
+
+
+def offsets(*entries: int) -> torch.Tensor:
+    return torch.tensor(entries, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("values", "cu_seqlens", "lengths", "error", "message"),
+    [
+        ([1, 2, 3], offsets(0, 3), None, TypeError, "values must be a tensor, got list"),
+        (torch.tensor(3), offsets(0, 3), None, ValueError, "no dimension"),
+        (V.to_sparse(), offsets(0, 3), None, TypeError, "dense tensor"),
+        (V, [0, 3], None, TypeError, "cu_seqlens must be a tensor"),
+        (V, torch.tensor([0, 3]), None, TypeError, "cu_seqlens must be int32, got torch.int64"),
+        (V, offsets(0, 3)[None], None, ValueError, r"cu_seqlens must be \[B \+ 1\]"),
+        (V, offsets(), None, ValueError, r"cu_seqlens must be \[B \+ 1\]"),
+        (V, offsets(1, 3), None, ValueError, "must start at 0, got 1"),
+        (V, offsets(0, 2), None, ValueError, "ends at 2, values has 3 rows"),
+        (V, offsets(0), None, ValueError, "ends at 0, values has 3 rows"),
+        (V, offsets(0, 2, 1, 3), None, ValueError, "decreases after segment 1"),
+        (V, offsets(0, 3).to("meta"), [3], ValueError, "cu_seqlens on meta, values on cpu"),
+        (V, offsets(0, 1, 3), [2, 1], ValueError, "differ at segment 0"),
+        (V, offsets(0, 1, 3), [3], ValueError, "1 lengths for cu_seqlens of 3 entries"),
+        (V, offsets(0, 1, 3), [4, -1], ValueError, "length of segment 1 is negative"),
+        (V, offsets(0, 1, 3), [1, 1], ValueError, "lengths sum to 2, values has 3 rows"),
+        (V, offsets(0, 1, 3), [1, 2.0], TypeError, r"lengths\[1\] must be an integer, got float"),
+        (V, offsets(0, 1, 3), [1, True], TypeError, r"lengths\[1\] must be an integer, got True"),
+        (V, offsets(0, 1, 3), np.array([1.0, 2.0]), TypeError, "must hold integers, got float64"),
+        (V, offsets(0, 1, 3), np.array([[1, 2]]), ValueError, "must be 1-D"),
+        (V, offsets(0, 1, 3), "12", TypeError, "list of integers, got str"),
+        (V.to("meta"), offsets(0, 3).to("meta"), [2**70], ValueError, "past int64"),
+        (V.to("meta"), offsets(0, 3).to("meta"), [2**62] * 4 + [3], ValueError, "do not fit int32"),
+    ],
+)  # fmt: skip
+def test_the_constructor_rejects(values, cu_seqlens, lengths, error, message):
+    with pytest.raises(error, match=f"^PackedTensor: .*{message}"):
+        PackedTensor(values, cu_seqlens, lengths=lengths)
+
+
+@pytest.mark.parametrize(
+    ("index", "error", "message"),
+    [
+        (3, IndexError, "index 3 is out of range for 3 segments"),
+        (-4, IndexError, "index -4 is out of range"),
+        ([0, 3], IndexError, "index 3 is out of range"),
+        (torch.tensor([-4]), IndexError, "index -4 is out of range"),
+        (range(2, 5), IndexError, "index 3 is out of range"),
+        ([True, False], ValueError, r"a mask of shape \(2,\) for 3 segments"),
+        (torch.ones(4, dtype=torch.bool), ValueError, r"a mask of shape \(4,\)"),
+        (np.ones((3, 1), dtype=np.bool_), ValueError, r"a mask of shape \(3, 1\)"),
+        ([True, 0, 1], TypeError, "mixes booleans and integers"),
+        (True, TypeError, "must be an integer, got True"),
+        (np.True_, TypeError, "must be an integer, got"),
+        (torch.tensor(True), TypeError, "must be an integer, got"),
+        ((0, 1), TypeError, "got a tuple"),
+        (1.0, TypeError, "cannot index with float"),
+        (None, TypeError, "cannot index with NoneType"),
+        (..., TypeError, "cannot index with ellipsis"),
+        ("0", TypeError, "cannot index with str"),
+        ([0, 1.0], TypeError, r"index\[1\] must be an integer, got float"),
+        (torch.tensor([0.0]), TypeError, "must hold integers, got float32"),
+        (np.array([]), TypeError, "must hold integers, got float64"),
+        (torch.tensor([[0]]), ValueError, "must be 1-D"),
+        (torch.tensor([1, 0, 1], dtype=torch.uint8), TypeError, "uint8 tensor as index"),
+        (slice(None, None, 0), ValueError, "step must not be 0"),
+        (slice(0.0, 1), TypeError, "slice bound must be an integer"),
+    ],
+)  # fmt: skip
+def test_indexing_rejects(index, error, message):
+    with pytest.raises(error, match=f"^PackedTensor: .*{message}"):
+        make_packed([1, 1, 1])[index]
+
+
+PACKED = make_packed([2, 1])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: PackedTensor.cat([]), ValueError, "cat: no inputs"),
+        (lambda: PackedTensor.cat([PACKED, V]), TypeError, "cat: input 1 is a Tensor"),
+        (lambda: PackedTensor.cat([PACKED, make_packed([1], row_shape=(3,))]), ValueError,
+         r"input 1 has row shape \(3,\), input 0 has \(2,\)"),
+        (lambda: PackedTensor.cat([PACKED, PACKED.to("meta")]), ValueError,
+         "input 1 is on meta, input 0 on cpu"),
+        (lambda: PackedTensor.from_segments([]), ValueError, "use PackedTensor.empty"),
+        (lambda: PackedTensor.from_segments([V, V.long()]), TypeError, "segment 1 is torch.int64"),
+        (lambda: PackedTensor.from_segments([V, V[:, :1]]), ValueError, "segment 1 has row shape"),
+        (lambda: PackedTensor.from_segments([V, [1]]), TypeError, "segment 1 must be a tensor"),
+        (lambda: PackedTensor.from_lengths(V, [1]), ValueError, "lengths sum to 1"),
+        (lambda: PACKED.repeat(-1), ValueError, "repeat: times must not be negative"),
+        (lambda: PACKED.repeat(2.0), TypeError, "repeat: times must be an integer"),
+        (lambda: PACKED.repeat_interleave([1]), ValueError, "1 repeats for 2 segments"),
+        (lambda: PACKED.repeat_interleave([1, -1]), ValueError, "must not be negative, got -1"),
+        (lambda: PACKED.split(0), ValueError, "split_size must be positive"),
+        (lambda: PACKED.split([1]), ValueError, "sum to 2 segments"),
+        (lambda: PACKED.split([3, -1]), ValueError, "sum to 2 segments"),
+        (lambda: PACKED.chunk(0), ValueError, "chunks must be positive"),
+        (lambda: PACKED.to(torch.float32, torch.float16), TypeError, "two dtypes"),
+        (lambda: PACKED.to("cpu", device="cpu"), TypeError, "two devices"),
+        (lambda: PACKED.to_padded(0, width=1), ValueError, "segment 0 has 2 rows, width is 1"),
+        (lambda: PACKED.to_padded(0, width=-1), ValueError, "width must not be negative"),
+        (lambda: PACKED.to_padded(0, side="both"), ValueError, "side must be"),
+        (lambda: PACKED.to_padded(0.5), ValueError, "fill=0.5 does not fit"),
+        (lambda: PACKED.to_padded(float("nan")), ValueError, "fill=nan does not fit"),
+        (lambda: PACKED.to_padded(2**31), ValueError, "does not fit torch.int32"),
+        (lambda: PACKED.to_padded(None), TypeError, "fill must be a number"),
+        (lambda: make_packed([1], torch.uint8).to_padded(-1), ValueError, "fill=-1 does not fit"),
+        (lambda: make_packed([1], torch.bool).to_padded(2), ValueError, "fill=2 does not fit"),
+        (lambda: make_packed([1], torch.float16).to_padded(1e9), ValueError, "does not fit"),
+        (lambda: PackedTensor.from_nested(V), TypeError, "layout torch.jagged"),
+    ],
+)  # fmt: skip
+def test_operations_reject(call, error, message):
+    with pytest.raises(error, match=rf"^PackedTensor\.(\w+: .*)?{message}"):
+        call()
+
+
+def test_nested_tensors_with_holes_or_another_ragged_dimension_are_refused():
+    nested = PACKED.to_nested()
+    with pytest.raises(ValueError, match="ragged in dimension 1"):
+        PackedTensor.from_nested(nested.transpose(1, 2))
+    holes = torch.nested.nested_tensor_from_jagged(
+        V, torch.tensor([0, 2, 3]), lengths=torch.tensor([1, 1])
+    )
+    with pytest.raises(ValueError, match="holes"):
+        PackedTensor.from_nested(holes)
+
+
+def test_rows_past_int32_are_refused_before_anything_is_made():
+    half = PackedTensor.from_lengths(torch.zeros(1).expand(2**30), [2**29] * 2)
+    for call in (
+        lambda: half.repeat(2),
+        lambda: half.repeat_interleave(2),
+        lambda: half.repeat_interleave([1, 3]),
+        lambda: half[[0, 1, 0, 1]],
+        lambda: PackedTensor.cat([half, half]),
+        lambda: PackedTensor.from_segments([half.values, half.values]),
+        lambda: PackedTensor.from_lengths(torch.zeros(1).expand(2**31), [2**30] * 2),
+        lambda: PackedTensor(torch.zeros(1).expand(2**31), offsets(0, 1)),
+        lambda: make_packed([0]).repeat(2**31),
+        lambda: make_packed([0]).repeat_interleave(2**31),
+    ):
+        with pytest.raises(ValueError, match="do not fit int32"):
+            call()
+
+
+def test_the_largest_total_that_int32_holds_is_legal():
+    packed = PackedTensor.from_lengths(torch.zeros(1).expand(INT32_MAX), [2**30, 2**30 - 1])
+    assert packed.offsets == (0, 2**30, INT32_MAX)
+    assert packed.cu_seqlens.tolist() == [0, 2**30, INT32_MAX]
+    assert packed[1].shape == (2**30 - 1,)
+    no_columns = PackedTensor.from_lengths(torch.empty(2**20, 0), [2**20])
+    assert no_columns.repeat(3)[[2, 0]].num_rows == 2**21
+
+
+def test_the_representation_reads_no_value():
+    text = repr(make_packed([2] * 20).to("meta"))
+    assert text.startswith("PackedTensor(20 segments of [2, 2, 2, 2, 2, 2, 2, 2, ...] rows")
