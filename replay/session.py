@@ -1,0 +1,564 @@
+"""Replay a rollout's routes through Megatron's routers for the length of one pipeline schedule.
+
+    session = ReplaySession(model, captured_layers=CapturedLayers.decoder(num_layers))
+    with session.schedule(microbatches):
+        get_forward_backward_func()(forward_step_func=forward_step, ...)
+
+    def forward_step(data_iterator, model):
+        step = session.begin(model)  # this chunk's next microbatch
+        ...model(..., padding_mask=step.padding_mask)
+
+The session owns its state. For one schedule it puts its own object on each router of the model it
+was given and takes it off again, whatever happened: no configuration flag, no global list, no queue
+of somebody else's. What can be wrong on the host is found before the first forward.
+
+Sizes: B trajectories, T token slots of this rank's routers, L captured layers, K experts a token,
+E experts. Megatron-core 0.16.1 to 0.19.2.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packhorse._env import CHECK_VALUES
+from packhorse.kernels.routes import gather_routes
+from packhorse.replay import routers as _routers
+from packhorse.replay.expert_bias import install_expert_bias_shim
+from packhorse.replay.layout import TokenLayout
+from packhorse.replay.microbatch import ReplayMicrobatch
+from packhorse.replay.routers import CapturedLayers, LocatedRouter
+from packhorse.replay.targets import OpenMicrobatch, RouterTargets
+
+__all__ = [
+    "CapturedLayers",
+    "ReplayMicrobatch",
+    "ReplaySession",
+    "ReplayStep",
+    "ScheduleReport",
+]
+
+_NAME = "ReplaySession"
+
+
+@dataclass(frozen=True, eq=False)
+class ReplayStep:
+    """What ``session.begin`` tells a forward step.
+
+    Attributes:
+        padding_mask: what this chunk's forward takes as ``padding_mask``: [B, S] (thd: [1, T]) bool
+            on the layout's device, True = padding or not captured.
+        layout: the microbatch's layout.
+        index: of the microbatch in the schedule.
+        chunk: index of the model chunk.
+        microbatch: what was given to ``schedule``.
+    """
+
+    padding_mask: Tensor
+    layout: TokenLayout
+    index: int
+    chunk: int
+    microbatch: ReplayMicrobatch
+
+
+@dataclass(frozen=True)
+class ScheduleReport:
+    """What a schedule did. Host integers; rows are those of all ranks, dummies include pads.
+
+    Attributes:
+        microbatches: given to the schedule.
+        asked: first passes of each router by its name; MTP routers, which run live, are left out.
+        recomputed_calls: router calls answered inside a backward.
+        rows_replayed, rows_live, rows_dummy: token slots of a layer, summed over microbatches.
+        completed: the schedule ended without an exception.
+    """
+
+    microbatches: int
+    asked: dict[str, int]
+    recomputed_calls: int
+    rows_replayed: int
+    rows_live: int
+    rows_dummy: int
+    completed: bool
+
+    @property
+    def routers(self) -> tuple[str, ...]:
+        """Names of the replayed routers of this rank."""
+        return tuple(self.asked)
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """One model chunk of this rank, as it stands at the start of a schedule."""
+
+    index: int
+    module: nn.Module
+    config: Any
+    routers: list[LocatedRouter]  # of the decoder, in layer order
+    positions: tuple[int, ...]  # of each on the captured layer axis
+    mtp_routers: list[LocatedRouter]
+    axis_length: int  # L that the captured axis must have
+    scatters_mask: bool
+
+
+class ReplaySession:
+    """Replays routes through the routers of ``model``.
+
+    Args:
+        model: this rank's model, or the list of its chunks, as given to the schedule function; DDP
+            and Float16Module wrappers are looked through.
+        captured_layers: what the layer axis of the routes stands for.
+        allow_live_aux_loss: accept a load-balancing loss, which Megatron computes from its own
+            top-k of the live scores, not from the replayed routes.
+
+    Raises:
+        TypeError: ``model`` is not made of modules.
+        ValueError: a router cannot replay (fused or other routing that ignores it, dropped tokens,
+            CUDA graphs, a Megatron-core before 0.16), a router has no captured layer or a captured
+            layer no router, or the model has no MoE layers; names router or layer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        *,
+        captured_layers: CapturedLayers,
+        allow_live_aux_loss: bool = False,
+    ) -> None:
+        models = [model] if isinstance(model, nn.Module) else list(model)
+        for chunk in models:
+            if not isinstance(chunk, nn.Module):
+                raise TypeError(
+                    f"{_NAME}: model must be a module or a list of them, got {type(chunk).__name__}"
+                )
+        if not models:
+            raise ValueError(f"{_NAME}: no model chunk was given")
+        if not isinstance(captured_layers, CapturedLayers):
+            raise TypeError(
+                f"{_NAME}: captured_layers must be CapturedLayers, got"
+                f" {type(captured_layers).__name__}"
+            )
+        self._models = models
+        self._captured_layers = captured_layers
+        self._allow_live_aux_loss = allow_live_aux_loss
+        self._schedule: _Schedule | None = None
+        self._report: ScheduleReport | None = None
+        self._survey()
+
+    @contextmanager
+    def schedule(self, microbatches: Sequence[ReplayMicrobatch]) -> Iterator["ReplaySession"]:
+        """Replay one pipeline schedule: every forward and backward of it runs inside.
+
+        Args:
+            microbatches: all of the schedule, in the order in which each chunk runs them. Either
+                all have routes or none has (the routers then run live, pads still masked).
+
+        Raises:
+            TypeError, ValueError: before the first forward, for what does not fit; names the
+                microbatch. At the end, unless an exception is already under way, when a chunk began
+                fewer microbatches, a router was never asked, or a recompute did not run.
+        """
+        if self._schedule is not None:
+            raise ValueError(f"{_NAME}.schedule: a schedule of this session is still open")
+        chunks = self._survey()
+        given = list(microbatches)
+        _check_microbatches(chunks, given)
+        opened = _Schedule(chunks, given)
+        completed = False
+        opened.install()
+        try:
+            self._schedule = opened
+            yield self
+            opened.finish()
+            completed = True
+        finally:
+            self._schedule = None
+            opened.uninstall()
+            self._report = opened.report(completed)
+
+    def begin(self, model: nn.Module) -> ReplayStep:
+        """Begin this chunk's next microbatch; call it in ``forward_step`` before the forward.
+
+        Args:
+            model: what ``forward_step`` was given.
+
+        Raises:
+            ValueError: no schedule is open, ``model`` is no chunk of it, every microbatch was begun
+                already, or the chunk's last one never asked for its routes.
+        """
+        if self._schedule is None:
+            raise ValueError(f"{_NAME}.begin: no schedule is open")
+        return self._schedule.begin(model)
+
+    def report(self) -> ScheduleReport:
+        """What the last schedule did, also one that ended in an exception."""
+        if self._report is None:
+            raise ValueError(f"{_NAME}.report: no schedule has ended yet")
+        return self._report
+
+    def _survey(self) -> list[_Chunk]:
+        """Find and check the routers as they are now: layers and settings may have changed."""
+        chunks = []
+        seen: dict[int, str] = {}
+        positions: dict[int, str] = {}
+        for index, model in enumerate(self._models):
+            *_, module = _routers.unwrap(model)
+            found = _routers.find_routers(module)
+            config = _routers.chunk_config(module, found)
+            for router in found:
+                name = _router_name(index, router)
+                if id(router.module) in seen:
+                    raise ValueError(f"{_NAME}: {name} is also {seen[id(router.module)]}")
+                seen[id(router.module)] = name
+                if not router.is_mtp:
+                    _routers.check_replayable(router, allow_live_aux_loss=self._allow_live_aux_loss)
+            decoder = [router for router in found if not router.is_mtp]
+            places = _routers.captured_positions(module, found, self._captured_layers)
+            for router, place in zip(decoder, places, strict=True):
+                name = _router_name(index, router)
+                if place in positions:
+                    raise ValueError(
+                        f"{_NAME}: {name} and {positions[place]} both replay captured layer {place}"
+                    )
+                positions[place] = name
+            chunks.append(
+                _Chunk(
+                    index=index,
+                    module=module,
+                    config=config,
+                    routers=decoder,
+                    positions=places,
+                    mtp_routers=[router for router in found if router.is_mtp],
+                    axis_length=_routers.captured_axis_length(
+                        module, config, self._captured_layers
+                    ),
+                    scatters_mask=_routers.scatters_padding_mask(module),
+                )
+            )
+        if not any(chunk.config.num_moe_experts for chunk in chunks):
+            raise ValueError(f"{_NAME}: the model has no MoE layer, so nothing to replay")
+        return chunks
+
+
+# --- before the first forward ---------------------------------------------------------------------
+
+
+def _router_name(chunk: int, router: LocatedRouter) -> str:
+    return f"router {router.path} of chunk {chunk}"
+
+
+def _check_microbatches(chunks: list[_Chunk], microbatches: list[ReplayMicrobatch]) -> None:
+    name = f"{_NAME}.schedule"
+    if not microbatches:
+        raise ValueError(f"{name}: no microbatches were given")
+    for i, microbatch in enumerate(microbatches):
+        if not isinstance(microbatch, ReplayMicrobatch):
+            raise TypeError(
+                f"{name}: microbatch {i} must be a ReplayMicrobatch, got"
+                f" {type(microbatch).__name__}"
+            )
+    absent = [i for i, microbatch in enumerate(microbatches) if microbatch.routes is None]
+    if absent and len(absent) < len(microbatches):
+        raise ValueError(
+            f"{name}: microbatch {absent[0]} has no routes field, others have; all microbatches"
+            " of a schedule have routes or none has (routes without rows are legal)"
+        )
+    if (
+        not absent
+        and not any(microbatch.num_replayed for microbatch in microbatches)
+        and any(microbatch.has_targets or any(microbatch.missing) for microbatch in microbatches)
+    ):
+        raise ValueError(f"{name}: replay was asked for, but no trajectory has any route row")
+    for chunk in chunks:
+        for i, microbatch in enumerate(microbatches):
+            first = chunk.routers[0] if chunk.routers else None
+            wrong = _routers.check_layout(microbatch.layout, chunk.config, first)
+            if wrong:
+                raise ValueError(f"{name}: microbatch {i}: the layout has {wrong}")
+            if first is not None:
+                _check_device(name, i, microbatch, first)
+            if microbatch.routes is not None:
+                _check_axes(name, i, microbatch, chunk)
+                microbatch.check_content(i, chunk.config.num_moe_experts, chunk.positions)
+
+
+def _check_device(name: str, i: int, microbatch: ReplayMicrobatch, router: LocatedRouter) -> None:
+    device = router.module.weight.device
+    # a weight still on the CPU moves to the GPU in its first forward
+    if device.type != "cpu" and device != microbatch.layout.device:
+        raise ValueError(
+            f"{name}: microbatch {i}: the layout is on {microbatch.layout.device}, router"
+            f" {router.path} on {device}"
+        )
+
+
+def _check_axes(name: str, i: int, microbatch: ReplayMicrobatch, chunk: _Chunk) -> None:
+    assert microbatch.routes is not None
+    num_layers, topk = microbatch.routes.row_shape
+    if num_layers != chunk.axis_length:
+        raise ValueError(
+            f"{name}: microbatch {i}: routes have {num_layers} layers, captured_layers describes"
+            f" {chunk.axis_length}"
+        )
+    if chunk.routers and topk != chunk.config.moe_router_topk:
+        raise ValueError(
+            f"{name}: microbatch {i}: routes name {topk} experts a token, the router takes"
+            f" {chunk.config.moe_router_topk}"
+        )
+
+
+# --- one schedule ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Device side of one microbatch, the same for every chunk of this rank."""
+
+    route_row_ids: Tensor  # [T] int64
+    live_rows: Tensor | None  # [T] bool; None: no live row
+    padding_mask: Tensor  # [T] bool
+
+
+class _Schedule:
+    """State of one schedule: the objects on the routers and each chunk's count."""
+
+    def __init__(self, chunks: list[_Chunk], microbatches: list[ReplayMicrobatch]) -> None:
+        self._chunks = chunks
+        self._microbatches = microbatches
+        self._begun = [0] * len(chunks)
+        self._rows: dict[int, _Rows] = {}
+        self._undo: list[Callable[[], None]] = []
+        self._targets: list[list[RouterTargets]] = []
+        self._mtp: list[list[RouterTargets]] = []
+        for chunk in chunks:
+            self._targets.append([_make_targets(chunk, router) for router in chunk.routers])
+            self._mtp.append(
+                [
+                    _make_targets(chunk, router)
+                    for router in chunk.mtp_routers
+                    if router.module.enable_expert_bias
+                ]
+            )
+
+    # --- on and off the routers -------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Put the objects on the routers; on failure nothing stays."""
+        placed: list[tuple[Any, RouterTargets]] = []
+        for chunk, targets, mtp in zip(self._chunks, self._targets, self._mtp, strict=True):
+            placed += zip((router.module for router in chunk.routers), targets, strict=True)
+            biased = [r.module for r in chunk.mtp_routers if r.module.enable_expert_bias]
+            placed += zip(biased, mtp, strict=True)
+        for module, target in placed:
+            if isinstance(module.router_replay, RouterTargets):
+                raise ValueError(
+                    f"{_NAME}.schedule: {target.name} is held by another open schedule"
+                )
+        try:
+            if any(module.enable_expert_bias for module, _ in placed):
+                self._undo.append(install_expert_bias_shim())
+            for module, target in placed:
+                self._place(module, target)
+        except BaseException:
+            self.uninstall()
+            raise
+
+    def _place(self, module: Any, target: RouterTargets) -> None:
+        before = module.router_replay
+
+        def restore() -> None:
+            module.router_replay = before
+
+        target.layer_number = module.layer_number
+        self._undo.append(restore)
+        module.router_replay = target
+        self._undo.append(module.register_forward_pre_hook(target.check_input).remove)
+
+    def uninstall(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+        self._rows.clear()
+        for target in self._all_targets():
+            target.forget()
+
+    def _all_targets(self) -> Iterator[RouterTargets]:
+        for targets in (*self._targets, *self._mtp):
+            yield from targets
+
+    # --- microbatches -----------------------------------------------------------------------------
+
+    def begin(self, model: nn.Module) -> ReplayStep:
+        chunk = self._chunk_of(model)
+        index = self._begun[chunk.index]
+        if index == len(self._microbatches):
+            raise ValueError(
+                f"{_NAME}.begin: chunk {chunk.index} begins microbatch {index}, but the schedule"
+                f" was given {len(self._microbatches)}"
+            )
+        microbatch = self._microbatches[index]
+        layout = microbatch.layout
+        targets, mtp = self._targets[chunk.index], self._mtp[chunk.index]
+        for target in (*targets, *mtp):
+            target.close()
+        rows = self._rows_of(index)
+        batch = layout.num_sequences if layout.format == "bshd" else 1
+        shape = (layout.num_rank_tokens // max(batch, 1), batch)
+        wants_grad = torch.is_grad_enabled()
+
+        def opened(
+            topk_ids: Tensor | None, live_rows: Tensor | None, masks: tuple[Tensor, ...]
+        ) -> OpenMicrobatch:
+            return OpenMicrobatch(index, topk_ids, live_rows, masks, shape, wants_grad)
+
+        ids = self._gather(chunk, microbatch, rows)
+        for j, target in enumerate(targets):
+            topk_ids = ids[j] if ids is not None else None
+            target.open(opened(topk_ids, rows.live_rows, (rows.padding_mask,)))
+        if mtp:
+            biased = [r for r in chunk.mtp_routers if r.module.enable_expert_bias]
+            for router, target in zip(biased, mtp, strict=True):
+                target.open(opened(None, None, _mtp_masks(microbatch, router)))
+        self._begun[chunk.index] += 1
+        if min(self._begun) > index:
+            self._rows.pop(index, None)
+        return ReplayStep(
+            padding_mask=_model_mask(microbatch, rows, chunk),
+            layout=layout,
+            index=index,
+            chunk=chunk.index,
+            microbatch=microbatch,
+        )
+
+    def finish(self) -> None:
+        """Checks of a schedule that ended by itself."""
+        given = len(self._microbatches)
+        for chunk, begun in zip(self._chunks, self._begun, strict=True):
+            if begun != given:
+                raise ValueError(
+                    f"{_NAME}.schedule: chunk {chunk.index} began {begun} microbatches of {given}"
+                )
+        for target in self._all_targets():
+            target.close()
+        for target in self._all_targets():
+            target.check_nothing_left()
+
+    def report(self, completed: bool) -> ScheduleReport:
+        return ScheduleReport(
+            microbatches=len(self._microbatches),
+            asked={target.name: target.asked for part in self._targets for target in part},
+            recomputed_calls=sum(target.recomputed for part in self._targets for target in part),
+            rows_replayed=sum(microbatch.num_replayed for microbatch in self._microbatches),
+            rows_live=sum(microbatch.num_live for microbatch in self._microbatches),
+            rows_dummy=sum(microbatch.num_dummy for microbatch in self._microbatches),
+            completed=completed,
+        )
+
+    def _chunk_of(self, model: nn.Module) -> _Chunk:
+        levels = list(_routers.unwrap(model))
+        for chunk in self._chunks:
+            if any(level is chunk.module for level in levels):
+                return chunk
+        for chunk in self._chunks:  # a wrapper of another kind
+            if any(module is chunk.module for module in model.modules()):
+                return chunk
+        raise ValueError(
+            f"{_NAME}.begin: this {type(model).__name__} is no chunk of the session's model; it"
+            " must be the model that forward_step receives"
+        )
+
+    # --- device side ------------------------------------------------------------------------------
+
+    def _rows_of(self, index: int) -> _Rows:
+        if index not in self._rows:
+            microbatch = self._microbatches[index]
+            layout = microbatch.layout
+            row_ids = layout.route_row_ids(microbatch.captured)
+            live_rows, mask = None, row_ids < 0
+            if any(microbatch.live_counts):
+                live_rows = (
+                    layout.row_ids(
+                        microbatch.live_counts,
+                        starts=microbatch.captured,
+                        slice=layout.sequence_parallel,
+                    )
+                    >= 0
+                )
+                mask = mask & ~live_rows
+            self._rows[index] = _Rows(row_ids, live_rows, mask)
+        return self._rows[index]
+
+    def _gather(self, chunk: _Chunk, microbatch: ReplayMicrobatch, rows: _Rows) -> Tensor | None:
+        """[layers of this chunk, T, K] int32, or None where nothing is replayed."""
+        if microbatch.routes is None or not chunk.routers:
+            return None
+        values, layers = microbatch.routes.values, _as_range(chunk.positions)
+        device = microbatch.layout.device
+        if values.device != device:
+            # only this chunk's layers cross, and from pinned memory the copy does not wait
+            values = values[:, list(chunk.positions)].pin_memory().to(device, non_blocking=True)
+            layers = range(len(chunk.positions))
+        topk = chunk.config.moe_router_topk
+        topk_ids, _ = gather_routes(
+            values,
+            rows.route_row_ids,
+            layers,
+            num_experts=chunk.config.num_moe_experts,
+            dummy=microbatch.dummy,
+            ep_size=chunk.config.expert_model_parallel_size,
+            spread_offset=(
+                _routers.spread_offset(microbatch.layout, topk)
+                if microbatch.dummy == "spread"
+                else 0
+            ),
+        )
+        if CHECK_VALUES and topk > 1:
+            ordered = topk_ids.sort(-1).values
+            distinct = (ordered[..., 1:] != ordered[..., :-1]).all()
+            torch._assert_async(distinct, f"{_NAME}: a replayed row repeats an expert")
+        return topk_ids
+
+
+def _make_targets(chunk: _Chunk, router: LocatedRouter) -> RouterTargets:
+    return RouterTargets(
+        _router_name(chunk.index, router),
+        num_experts=router.module.config.num_moe_experts,
+        topk=router.module.topk,
+        is_mtp=router.is_mtp,
+    )
+
+
+def _as_range(positions: Sequence[int]) -> range | Sequence[int]:
+    first = positions[0]
+    run = range(first, first + len(positions))
+    return run if list(run) == list(positions) else positions
+
+
+def _model_mask(microbatch: ReplayMicrobatch, rows: _Rows, chunk: _Chunk) -> Tensor:
+    """[B, S] bool: whole for a chunk that slices it itself, else this rank's slice."""
+    layout = microbatch.layout
+    if not layout.sequence_parallel:
+        return layout.to_model(rows.padding_mask)
+    if chunk.scatters_mask:
+        covered = [a + b for a, b in zip(microbatch.captured, microbatch.live_counts, strict=True)]
+        return layout.to_model(layout.row_ids(covered) < 0)
+    if layout.format == "thd":
+        return rows.padding_mask.unsqueeze(0)
+    return rows.padding_mask.view(-1, layout.num_sequences).transpose(0, 1).contiguous()
+
+
+def _mtp_masks(microbatch: ReplayMicrobatch, router: LocatedRouter) -> tuple[Tensor, ...]:
+    """Masks of an MTP router's calls: the head of depth d also sees the token d places on."""
+    layout, config = microbatch.layout, router.module.config
+    repeated = getattr(config, "mtp_use_repeated_layer", False)
+    depths = range(1, config.mtp_num_layers + 1) if repeated else (router.layer,)
+    masks = []
+    for depth in depths:
+        covered = [
+            max(a + b - depth, 0)
+            for a, b in zip(microbatch.captured, microbatch.live_counts, strict=True)
+        ]
+        masks.append(layout.row_ids(covered, slice=layout.sequence_parallel) < 0)
+    return tuple(masks)

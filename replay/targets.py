@@ -1,0 +1,236 @@
+"""The object that answers one router for the length of one schedule.
+
+``TopKRouter`` consults ``router.router_replay`` in one place: it calls
+``get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)`` and takes the scores
+and ids that come back. On megatron-core 0.16.1 to 0.19.2 any object with that method will do.
+
+    first pass    ids = targets, or the router's own choice in live rows
+    recompute     ids = the very ids of that microbatch's first pass
+    scores        scores.gather(1, ids): live, so gradients reach the router
+
+A call inside a backward is a recompute. A first pass is remembered for one exactly when the step
+wants gradients and the call does not have them: that is how a re-entrant checkpoint runs it.
+
+Sizes: T token slots of the rank's routers, K experts a token, E experts.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine is running on this thread: a forward here is a recompute."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@dataclass(frozen=True)
+class OpenMicrobatch:
+    """What a router answers between one ``session.begin`` and the next.
+
+    Attributes:
+        index: of the microbatch in the schedule.
+        targets: [T, K] int32 ids on the router's device, or None: every row runs live.
+        live_rows: [T] bool, True where the router's own choice stands; None: nowhere.
+        padding_masks: [T] bool (True = padding), one for each call that the router makes in one
+            microbatch: one, but for a repeated MTP layer.
+        input_shape: (sequence, batch) that the router's input must have.
+        wants_grad: the step runs with gradients on.
+    """
+
+    index: int
+    targets: Tensor | None
+    live_rows: Tensor | None
+    padding_masks: tuple[Tensor, ...]
+    input_shape: tuple[int, int]
+    wants_grad: bool
+
+
+class _Answer(NamedTuple):
+    topk_ids: Tensor | None  # None: the router chooses again
+    padding_mask: Tensor
+
+
+class RouterTargets:
+    """Stands on ``router.router_replay``.
+
+    Args:
+        name: path and chunk, for messages.
+        num_experts, topk: E and K of the router.
+        is_mtp: the router chooses itself in both passes; only its padding mask is ours.
+    """
+
+    #: Megatron writes it when a layer is renumbered.
+    layer_number: int | None = None
+
+    def __init__(self, name: str, *, num_experts: int, topk: int, is_mtp: bool = False) -> None:
+        self.name = name
+        self.num_experts = num_experts
+        self.topk = topk
+        self.is_mtp = is_mtp
+        #: [T] bool, True = padding, of the call that was answered last; the expert-bias shim's.
+        self.padding_mask: Tensor | None = None
+        self.asked = 0
+        self.recomputed = 0
+        self._open: OpenMicrobatch | None = None
+        self._calls = 0  # of the open microbatch
+        # microbatches in the order of their first pass, each with its calls in order
+        self._remembered: deque[tuple[int, list[_Answer]]] = deque()
+
+    # --- the session's side -----------------------------------------------------------------------
+
+    def open(self, microbatch: OpenMicrobatch) -> None:
+        """Answer for this microbatch from now on; the one before must have been asked for."""
+        self.close()
+        self._open, self._calls = microbatch, 0
+
+    def close(self) -> None:
+        """Check that the open microbatch was asked for, and answer nothing more.
+
+        Raises:
+            ValueError: the router never asked; names router and microbatch.
+        """
+        opened, self._open = self._open, None
+        if opened is not None and not self._calls and not self.is_mtp:
+            raise ValueError(
+                f"ReplaySession: {self.name} was never asked for its routes in microbatch"
+                f" {opened.index}: its forward did not run, or ran without consulting replay"
+            )
+
+    def check_nothing_left(self) -> None:
+        """Raises ``ValueError`` if a first pass was remembered and not recomputed."""
+        if self._remembered:
+            raise ValueError(
+                f"ReplaySession: {self.name} still holds the routes of microbatch"
+                f" {self._remembered[0][0]} ({len(self._remembered)} in all): its recompute did"
+                " not run inside the schedule. Run forward-only schedules under torch.no_grad(),"
+                " and every backward inside the schedule; a checkpoint whose input needs no"
+                " gradient has no backward"
+            )
+
+    def forget(self) -> None:
+        """Drop every tensor."""
+        self._open, self.padding_mask = None, None
+        self._remembered.clear()
+
+    def check_input(self, router: Any, inputs: tuple[Any, ...]) -> None:
+        """Forward pre-hook of the router: its input is [sequence, batch, hidden] as laid out.
+
+        Rows in another order have the same count: a "bshd" batch under a "thd" layout, or
+        Megatron's re-ordering by ``PackedSeqParams.tokens_per_sample``.
+        """
+        if self._open is None or self.is_mtp or in_backward() or not inputs:
+            return
+        shape = tuple(inputs[0].shape[:2])
+        if shape != self._open.input_shape:
+            raise ValueError(
+                f"{self._where()}: the router's input is [sequence, batch] = {list(shape)},"
+                f" the layout's {list(self._open.input_shape)}"
+            )
+
+    # --- the router's side ------------------------------------------------------------------------
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Scores [T, K] and ids [T, K] int64 for ``scores`` [T, E]; what Megatron calls."""
+        assert default_compute_topk is not None
+
+        def choose(values: Tensor) -> tuple[Tensor, Tensor]:
+            return default_compute_topk(values, topk, num_groups, group_topk)
+
+        answer = self._recall() if in_backward() else self._answer(scores, choose)
+        self._check_call(scores, topk, answer)
+        self.padding_mask = answer.padding_mask
+        if answer.topk_ids is None:
+            return choose(scores)
+        topk_ids = answer.topk_ids.long()
+        return scores.gather(1, topk_ids), topk_ids
+
+    def _answer(self, scores: Tensor, choose: Callable[[Tensor], tuple[Tensor, Tensor]]) -> _Answer:
+        opened = self._open
+        if opened is None:
+            raise ValueError(
+                f"ReplaySession: {self.name} ran outside a microbatch: forward_step must call"
+                " session.begin(model) before each forward of the model"
+            )
+        if self._calls == len(opened.padding_masks):
+            raise ValueError(
+                f"{self._where()}: the router was asked for a second time: forward_step must call"
+                " session.begin(model) before each forward of the model"
+            )
+        mask = opened.padding_masks[self._calls]
+        targets = opened.targets
+        self._calls += 1
+        self.asked += 1
+        self._check_rows(scores, mask)
+        if self.is_mtp:
+            answer = _Answer(None, mask)
+        else:
+            if targets is None:
+                targets = choose(scores.detach())[1]
+            elif opened.live_rows is not None:
+                chosen = choose(scores.detach())[1].to(targets.dtype)
+                targets = torch.where(opened.live_rows[:, None], chosen, targets)
+            answer = _Answer(targets, mask)
+        if opened.wants_grad and not torch.is_grad_enabled():
+            if not self._remembered or self._remembered[-1][0] != opened.index:
+                self._remembered.append((opened.index, []))
+            self._remembered[-1][1].append(answer)
+        return answer
+
+    def _recall(self) -> _Answer:
+        """The oldest microbatch's last call: microbatches are recomputed in order, calls within
+        one from the last to the first."""
+        if not self._remembered:
+            raise ValueError(
+                f"ReplaySession: {self.name} is recomputed in a backward, but no routes were kept"
+                f" for it ({self.asked} first passes, {self.recomputed} recomputes so far): its"
+                " first pass ran with gradients on, as a non-re-entrant checkpoint does, or is"
+                " recomputed twice. Use Megatron's own re-entrant recompute"
+            )
+        answers = self._remembered[0][1]
+        answer = answers.pop()
+        if not answers:
+            self._remembered.popleft()
+        self.recomputed += 1
+        return answer
+
+    # --- checks -----------------------------------------------------------------------------------
+
+    def _where(self) -> str:
+        index = self._open.index if self._open is not None else "?"
+        return f"ReplaySession: {self.name}, microbatch {index}"
+
+    def _check_rows(self, scores: Tensor, mask: Tensor) -> None:
+        if scores.shape[0] != mask.shape[0]:
+            raise ValueError(
+                f"{self._where()}: the router holds {scores.shape[0]} tokens, the layout"
+                f" {mask.shape[0]}"
+            )
+        if scores.device != mask.device:
+            raise ValueError(
+                f"{self._where()}: the router is on {scores.device}, the layout on {mask.device}"
+            )
+
+    def _check_call(self, scores: Tensor, topk: int, answer: _Answer) -> None:
+        if scores.dim() != 2 or scores.shape[1] != self.num_experts or topk != self.topk:
+            raise ValueError(
+                f"ReplaySession: {self.name} was called with scores {tuple(scores.shape)} and"
+                f" topk={topk}; it had {self.num_experts} experts and topk={self.topk} at the"
+                " start of the schedule"
+            )
+        if answer.topk_ids is not None and answer.topk_ids.shape != (scores.shape[0], topk):
+            raise ValueError(
+                f"ReplaySession: {self.name} recomputes {scores.shape[0]} tokens, its first pass"
+                f" had {answer.topk_ids.shape[0]}"
+            )
