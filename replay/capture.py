@@ -1,0 +1,359 @@
+"""Trajectories that an engine sampled, read from one ``.npz`` file and checked whole.
+
+    capture = Capture.load("rollout.npz", num_experts=128, vocab_size=151936)
+
+docs/capture.md describes the fields. Everything is checked while loading, on the host: a capture
+that loads can be replayed, and one that cannot ends in one ValueError that names the field and the
+trajectory. No pickle is read.
+
+Sizes: B trajectories; P_i prompt, R_i response tokens of trajectory i; L captured layers; K experts
+a token.
+"""
+
+import itertools
+import json
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from packhorse.packed.collate import SupportRows, check_logprobs, pack_routes, pack_support
+from packhorse.packed.tensor import PackedTensor
+
+#: Fields that every capture has: name -> number of dimensions.
+REQUIRED = {
+    "prompt_ids": 1,
+    "prompt_offsets": 1,
+    "response_ids": 1,
+    "response_offsets": 1,
+    "routed_experts": 3,
+    "route_offsets": 1,
+    "sampled_logprobs": 1,
+    "support_ids": 1,
+    "support_offsets": 1,
+}
+#: Fields that may be there: name -> (what its first dimension counts, number of dimensions).
+OPTIONAL = {
+    "topk_ids": ("response tokens", 2),
+    "topk_logprobs": ("response tokens", 2),
+    "hf_fp32_routes": ("route rows", 3),
+    "conv": ("trajectories", 1),
+    "turn": ("trajectories", 1),
+    "num_cached_tokens": ("trajectories", 1),
+    "request_seed": ("trajectories", 1),
+}
+
+_NAME = "Capture.load"
+
+
+@dataclass(frozen=True, eq=False)
+class Capture:
+    """The trajectories of one file: for each a host array, and the two packed fields."""
+
+    path: Path
+    num_experts: int
+    vocab_size: int
+    prompt_ids: tuple[np.ndarray, ...]  # [P_i] int64
+    response_ids: tuple[np.ndarray, ...]  # [R_i] int64
+    sampled_logprobs: tuple[np.ndarray, ...]  # [R_i] float32
+    routes: (
+        PackedTensor  # [route rows, L, K] uint8, int16 or int32; rows are P_i + R_i - 1 or + R_i
+    )
+    support: PackedTensor  # [response tokens, C] int32, -1 filled
+    optional: dict[str, np.ndarray] = field(default_factory=dict)  # fields of ``OPTIONAL``
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_trajectories(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """[B] tokens of each trajectory, prompt and response."""
+        pairs = zip(self.prompt_ids, self.response_ids, strict=True)
+        return tuple(len(prompt) + len(response) for prompt, response in pairs)
+
+    @property
+    def response_lengths(self) -> tuple[int, ...]:
+        return tuple(len(response) for response in self.response_ids)
+
+    @property
+    def num_layers(self) -> int:
+        return self.routes.row_shape[0]
+
+    @property
+    def topk(self) -> int:
+        return self.routes.row_shape[1]
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        num_experts: int | None = None,
+        vocab_size: int | None = None,
+        num_layers: int | None = None,
+        topk: int | None = None,
+        moe_layers: Sequence[int] | None = None,
+    ) -> "Capture":
+        """Read and check a capture.
+
+        Args:
+            path: an ``.npz`` file with the fields of docs/capture.md.
+            num_experts, vocab_size: of the model. By default those of ``model_config`` in the
+                file's ``meta``.
+            num_layers, topk: of the model: the file must have as many. By default the file's own.
+            moe_layers: captured layers that have experts, from 0; the others hold zeros. By default
+                all.
+
+        Raises:
+            ValueError: the file is missing, truncated or no archive; a field is missing, of another
+                type or shape, or does not fit the others; an id is not below ``num_experts`` or
+                ``vocab_size``; an expert is repeated in a row; a trajectory has more route rows
+                than tokens, or too few for its last response token; a response token has no
+                candidates, or was sampled from outside them; a logprob is not finite or above 0.
+                One line, naming the trajectory.
+        """
+        path = Path(path)
+        fields = _read(path)
+        fail = _Failure(path)
+        meta = _meta(fail, fields)
+        model = meta.get("model_config", {})
+        if num_experts is None:
+            num_experts = model.get("num_experts", model.get("num_local_experts"))
+        if vocab_size is None:
+            vocab_size = model.get("vocab_size")
+        experts = _count(fail, "num_experts", num_experts)
+        vocabulary = _count(fail, "vocab_size", vocab_size)
+
+        _check_shapes(fail, fields)
+        prompts = _split(fail, fields, "prompt_ids", "prompt_offsets")
+        count = len(prompts)
+        responses = _split(fail, fields, "response_ids", "response_offsets", count)
+        routes = _split(fail, fields, "routed_experts", "route_offsets", count)
+        _check_tokens(fail, "prompt_ids", prompts, vocabulary)
+        _check_tokens(fail, "response_ids", responses, vocabulary)
+        logprobs = _per_response(fail, fields, "sampled_logprobs", responses)
+        _check_support_offsets(fail, fields, responses)
+        _check_optional(fail, fields, count)
+        lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
+        _check_coverage(fail, prompts, responses, routes)
+
+        return cls(
+            path=path,
+            num_experts=experts,
+            vocab_size=vocabulary,
+            prompt_ids=tuple(prompts),
+            response_ids=tuple(responses),
+            sampled_logprobs=tuple(check_logprobs(logprobs, [len(r) for r in responses])),
+            routes=pack_routes(
+                routes,
+                lengths,
+                num_experts=experts,
+                topk=fields["routed_experts"].shape[2] if topk is None else topk,
+                num_layers=fields["routed_experts"].shape[1] if num_layers is None else num_layers,
+                moe_layers=moe_layers,
+            ),
+            support=pack_support(
+                SupportRows(fields["support_ids"], fields["support_offsets"]),
+                [ids.tolist() for ids in responses],
+                vocab_size=vocabulary,
+            ),
+            optional={name: fields[name] for name in OPTIONAL if name in fields},
+            meta=meta,
+        )
+
+
+# --- the file -------------------------------------------------------------------------------------
+
+
+class _Failure:
+    """Makes the one-line ValueError of ``Capture.load`` for a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __call__(self, message: str) -> ValueError:
+        return ValueError(f"{_NAME}: {self.path}: {message}")
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    fail = _Failure(path)
+    wanted = [*REQUIRED, *OPTIONAL, "meta"]
+    try:
+        archive = np.load(path, allow_pickle=False)
+    except OSError as error:
+        raise fail(error.strerror or _first_line(error)) from error
+    except (zipfile.BadZipFile, EOFError, ValueError) as error:
+        raise fail("truncated, or not an .npz archive") from error
+    if not isinstance(archive, np.lib.npyio.NpzFile):
+        raise fail("not an .npz archive")
+    with archive:
+        fields = {name: _read_field(fail, archive, name) for name in wanted if name in archive}
+    missing = [name for name in REQUIRED if name not in fields]
+    if missing:
+        raise fail(f"field {missing[0]} is missing")
+    return fields
+
+
+def _read_field(fail: _Failure, archive: Any, name: str) -> np.ndarray:
+    try:
+        value = archive[name]
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise fail(f"field {name} cannot be read ({_first_line(error)})") from error
+    if not isinstance(value, np.ndarray):
+        raise fail(f"field {name} is not an array")
+    return value
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _meta(fail: _Failure, fields: dict[str, np.ndarray]) -> dict[str, Any]:
+    raw = fields.get("meta")
+    if raw is None:
+        return {}
+    if raw.shape != () or raw.dtype.kind != "U":
+        raise fail(f"meta must be one string, got {raw.dtype} {list(raw.shape)}")
+    try:
+        meta = json.loads(str(raw))
+    except ValueError as error:
+        raise fail(f"meta is not JSON ({_first_line(error)})") from error
+    if not isinstance(meta, dict) or not isinstance(meta.get("model_config", {}), dict):
+        raise fail("meta and its model_config must be JSON objects")
+    return meta
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def _count(fail: _Failure, name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise fail(f"{name} is {value!r}: give it, or keep the model's config in meta")
+    return value
+
+
+def _check_shapes(fail: _Failure, fields: dict[str, np.ndarray]) -> None:
+    dimensions = REQUIRED | {name: dim for name, (_, dim) in OPTIONAL.items() if name in fields}
+    for name, dim in dimensions.items():
+        value = fields[name]
+        kinds = "f" if name.endswith("logprobs") else "iu"
+        if value.ndim != dim or value.dtype.kind not in kinds:
+            kind = "floating" if kinds == "f" else "integer"
+            raise fail(
+                f"{name} must be {dim}-dimensional, {kind}, got {value.dtype} {list(value.shape)}"
+            )
+
+
+def _split(
+    fail: _Failure,
+    fields: dict[str, np.ndarray],
+    name: str,
+    offsets_name: str,
+    count: int | None = None,
+) -> list[np.ndarray]:
+    """The rows of ``name`` for each trajectory."""
+    values, offsets = fields[name], fields[offsets_name].astype(np.int64)
+    if count is not None and len(offsets) != count + 1:
+        raise fail(f"{offsets_name} has {len(offsets)} entries for {count} trajectories")
+    if len(offsets) < 2:
+        raise fail(f"{offsets_name} has {len(offsets)} entries: there is no trajectory")
+    if offsets[0] != 0:
+        raise fail(f"{offsets_name} begins with {offsets[0]}, not 0, in trajectory 0")
+    falling = np.flatnonzero(np.diff(offsets) < 0)
+    if len(falling):
+        raise fail(f"{offsets_name} falls in trajectory {falling[0]}")
+    if offsets[-1] != len(values):
+        raise fail(
+            f"{offsets_name} ends with {offsets[-1]} in trajectory {len(offsets) - 2}, but"
+            f" {name} has {len(values)} rows"
+        )
+    return [values[start:end] for start, end in itertools.pairwise(offsets)]
+
+
+def _check_tokens(fail: _Failure, name: str, segments: list[np.ndarray], vocab_size: int) -> None:
+    """Check the ids in place, and widen them."""
+    for i, ids in enumerate(segments):
+        wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+        if len(wrong):
+            raise fail(
+                f"{name} of trajectory {i}, token {wrong[0]}: id {ids[wrong[0]]} is not in"
+                f" [0, vocab_size={vocab_size})"
+            )
+        if name == "prompt_ids" and not len(ids):
+            raise fail(f"{name} of trajectory {i} is empty: nothing predicts its first token")
+        segments[i] = ids.astype(np.int64)
+
+
+def _per_response(
+    fail: _Failure, fields: dict[str, np.ndarray], name: str, responses: list[np.ndarray]
+) -> list[np.ndarray]:
+    values, ends = fields[name], np.cumsum([len(response) for response in responses])
+    if len(values) != ends[-1]:
+        trajectory = int(np.searchsorted(ends, len(values), side="right"))
+        raise fail(
+            f"{name} has {len(values)} entries for {ends[-1]} response tokens, wrong from"
+            f" trajectory {min(trajectory, len(responses) - 1)} on"
+        )
+    return np.split(values, ends[:-1])
+
+
+def _check_support_offsets(
+    fail: _Failure, fields: dict[str, np.ndarray], responses: list[np.ndarray]
+) -> None:
+    offsets, ids = fields["support_offsets"].astype(np.int64), fields["support_ids"]
+    ends = np.cumsum([len(response) for response in responses])
+    if len(offsets) != ends[-1] + 1:
+        trajectory = int(np.searchsorted(ends, max(len(offsets) - 1, 0), side="right"))
+        raise fail(
+            f"support_offsets has {len(offsets)} entries for {ends[-1]} response tokens, wrong"
+            f" from trajectory {min(trajectory, len(responses) - 1)} on"
+        )
+    if offsets[0] != 0 or offsets[-1] != len(ids):
+        raise fail(
+            f"support_offsets goes from {offsets[0]} in trajectory 0 to {offsets[-1]} in"
+            f" trajectory {len(responses) - 1}, but support_ids has {len(ids)} entries"
+        )
+    empty = np.flatnonzero(np.diff(offsets) <= 0)
+    if len(empty):
+        trajectory = int(np.searchsorted(ends, empty[0], side="right"))
+        token = empty[0] - (ends[trajectory] - len(responses[trajectory]))
+        raise fail(
+            f"support_offsets leaves response token {token} of trajectory {trajectory} without a"
+            " candidate"
+        )
+
+
+def _check_optional(fail: _Failure, fields: dict[str, np.ndarray], count: int) -> None:
+    counts = {
+        "response tokens": len(fields["response_ids"]),
+        "route rows": len(fields["routed_experts"]),
+        "trajectories": count,
+    }
+    for name, (domain, _) in OPTIONAL.items():
+        if name in fields and len(fields[name]) != counts[domain]:
+            raise fail(
+                f"{name} has {len(fields[name])} rows for the {counts[domain]} {domain} of"
+                f" trajectories 0 to {count - 1}"
+            )
+
+
+def _check_coverage(
+    fail: _Failure,
+    prompts: list[np.ndarray],
+    responses: list[np.ndarray],
+    routes: list[np.ndarray],
+) -> None:
+    """The logits of the last response token come from the token before it."""
+    for i, (prompt, response, rows) in enumerate(zip(prompts, responses, routes, strict=True)):
+        needed = len(prompt) + len(response) - 1
+        if len(response) and len(rows) < needed:
+            raise fail(
+                f"routed_experts of trajectory {i} has {len(rows)} rows; the last of its"
+                f" {needed + 1} tokens needs {needed}"
+            )
