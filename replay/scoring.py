@@ -1,0 +1,284 @@
+"""Score the sampled tokens of one microbatch, from the logits of one rank.
+
+    logprobs[i, r] = z[s] - log sum_{c in support(i, r)} exp z[c]      z = logits / temperature
+
+s is response token r of trajectory i, z the logits at position ``length - response_length + r - 1``
+and support(i, r) the ids the sampler kept there. Without a support the sum is over the vocabulary.
+
+A response token without a support row (an observation, an appended token) has logprob 0 and no
+gradient; one that the loss uses, the end-of-sequence token that a generator appended, is scored
+over the whole vocabulary. Its entropy is 0: it belongs to another distribution than the rollout's.
+
+Nothing is read from a device, and all shapes depend on host integers alone. The result has one
+entry a response token, the same on every context-parallel rank.
+
+Sizes: B trajectories, T tokens of this rank, N response tokens, V vocabulary, C candidates.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from packhorse.kernels.rows import gather_rows, scatter_rows
+from packhorse.kernels.support import (
+    SAMPLED_IMPOSSIBLE,
+    full_logprobs,
+    support_logprobs,
+)
+from packhorse.packed.tensor import PackedTensor
+from packhorse.replay.layout import HostInts, TokenLayout, host_ints
+
+#: ``status``: scored over the whole vocabulary; the others are those of ``support_logprobs``.
+SCORED_FULL: Final = SAMPLED_IMPOSSIBLE + 1
+
+_NAME: Final = "score_microbatch"
+
+
+@dataclass(frozen=True, eq=False)
+class MicrobatchScores:
+    """One entry a response token, packed in the order of the trajectories."""
+
+    logprobs: PackedTensor  # [N] float32 (float64 for float64 logits), differentiable
+    entropy: PackedTensor  # [N], nats over the support; 0 where there is none
+    status: PackedTensor  # [N] uint8: SUPPORT_OK ... SAMPLED_IMPOSSIBLE, SCORED_FULL
+    counts: Tensor  # [SCORED_FULL + 1] int64 on the device: response tokens of each status
+    num_ignored: Tensor  # [] int64 on the device: candidates repeated or outside the vocabulary
+
+
+def score_microbatch(
+    logits: Tensor,
+    layout: TokenLayout,
+    token_ids: PackedTensor | Tensor,
+    support: PackedTensor | None = None,
+    *,
+    response_lengths: HostInts | None = None,
+    temperature: float = 1.0,
+    loss_masks: Sequence[np.ndarray | None] | None = None,
+    appended: Sequence[np.ndarray | None] | None = None,
+) -> MicrobatchScores:
+    """Logprob of each response token, and how it was come by.
+
+    Args:
+        logits: as the model returned them, [1, T, V] ("thd") or [B, T / B, V] ("bshd"), or [T, V]
+            in the layout's order. Not divided by the temperature.
+        layout: the microbatch's layout on this rank.
+        token_ids: the real tokens, prompt and response: packed, one int64 row a token, or dense
+            [B, S] with S = ``layout.batch_width``.
+        support: [N, C] int32, one row a response token, -1 filled; None: the whole vocabulary.
+        response_lengths: [B] host integers; needed without a support.
+        temperature: the rollout's, applied here and nowhere else.
+        loss_masks: for each trajectory a host bool array [length], or None: the tokens whose
+            logprob the loss uses.
+        appended: as ``loss_masks``: tokens that the generator put there. One that the loss uses
+            (all of them where ``loss_masks`` is None) is scored over the whole vocabulary; its
+            support row is not looked at.
+
+    Returns:
+        ``MicrobatchScores``. ``logprobs`` differentiates once in ``logits``.
+
+    Raises:
+        TypeError, ValueError: a shape, dtype or device is wrong; lengths differ from the layout's;
+            a response has no prompt; a trajectory has two appended tokens with loss, or one outside
+            its response; a support on the CPU has no row for another token with loss. Names the
+            trajectory.
+    """
+    responses = _response_lengths(layout, support, response_lengths)
+    if isinstance(logits, Tensor) and logits.dim() == 3:
+        logits = layout.from_model(logits)
+    if logits.dim() != 2 or logits.shape[0] != layout.num_tokens:
+        raise ValueError(
+            f"{_NAME}: logits must be [{layout.num_tokens}, V] or as the model returns them, got"
+            f" {list(logits.shape)}"
+        )
+    full_positions = _full_positions(layout, responses, support, loss_masks, appended)
+    row_ids = layout.support_row_ids(responses)
+    sampled_ids = _next_token_ids(layout, token_ids)
+    # a slot that predicts no response token has no target
+    sampled_ids = torch.where(row_ids >= 0, sampled_ids, -1)
+
+    if support is None:
+        logprobs = full_logprobs(logits, sampled_ids, temperature=temperature)
+        entropy = torch.zeros_like(logprobs)
+        status = torch.full_like(row_ids, SCORED_FULL, dtype=torch.uint8)
+        num_ignored = torch.zeros_like(row_ids)
+    else:
+        candidates = gather_rows(support.values, row_ids, fill=-1)
+        scores = support_logprobs(logits, candidates, sampled_ids, temperature=temperature)
+        logprobs, entropy, status = scores.logprobs, scores.entropy, scores.status
+        num_ignored = scores.num_ignored.long()
+        if any(position is not None for position in full_positions):
+            full, is_full = _score_full(layout, logits, sampled_ids, full_positions, temperature)
+            logprobs = torch.where(is_full, full, logprobs)
+            entropy = torch.where(is_full, 0.0, entropy)
+            status = status.masked_fill(is_full, SCORED_FULL)
+            num_ignored = num_ignored.masked_fill(is_full, 0)
+
+    cells = _response_cells(layout, responses)
+
+    def restore(values: Tensor) -> PackedTensor:
+        flat = layout.restore(values).flatten()
+        return PackedTensor.from_lengths(flat.index_select(0, cells), responses)
+
+    restored = restore(status)
+    statuses = torch.arange(SCORED_FULL + 1, device=logits.device)
+    return MicrobatchScores(
+        logprobs=restore(logprobs),
+        entropy=restore(entropy),
+        status=restored,
+        counts=(restored.values[:, None] == statuses).sum(0),
+        num_ignored=restore(num_ignored).values.sum(),
+    )
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def _next_token_ids(layout: TokenLayout, token_ids: PackedTensor | Tensor) -> Tensor:
+    """[T] int64: the token that each slot predicts, -1 where there is none."""
+    packed = isinstance(token_ids, PackedTensor)
+    values = token_ids.values if isinstance(token_ids, PackedTensor) else token_ids
+    if values.dtype != torch.int64 or values.dim() != (1 if packed else 2):
+        raise TypeError(
+            f"{_NAME}: token_ids must be int64 {'packed [tokens]' if packed else '[B, S]'}, got"
+            f" {values.dtype} {list(values.shape)}"
+        )
+    if not isinstance(token_ids, PackedTensor):
+        return layout.align(token_ids, -1, next_token=True)
+    if token_ids.lengths != layout.lengths:
+        trajectory, got, length = _first_difference(token_ids.lengths, layout.lengths)
+        raise ValueError(
+            f"{_NAME}: token_ids of trajectory {trajectory} has {got} rows for {length} tokens"
+        )
+    return gather_rows(values, layout.token_row_ids(next_token=True), fill=-1)
+
+
+def _score_full(
+    layout: TokenLayout,
+    logits: Tensor,
+    sampled_ids: Tensor,
+    positions: Sequence[int | None],
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """Scores [T] and where they hold [T] bool; only the named slots' logits are read."""
+    counts = [int(position is not None) for position in positions]
+    row_ids = layout.row_ids(counts, [position or 0 for position in positions])
+    slots = torch.arange(layout.num_tokens, device=logits.device)
+    own = scatter_rows(slots, row_ids, sum(counts), fill=-1)  # -1: another rank's slot
+    scored = full_logprobs(
+        gather_rows(logits, own), gather_rows(sampled_ids, own, fill=-1), temperature=temperature
+    )
+    return gather_rows(scored, row_ids), row_ids >= 0
+
+
+def _response_cells(layout: TokenLayout, responses: Sequence[int]) -> Tensor:
+    """[N] int64 cells of the flattened [B, S - 1] that hold the response tokens' scores."""
+    width = max(layout.batch_width - 1, 0)
+    places = zip(layout.first_columns, layout.lengths, responses, strict=True)
+    runs = [
+        i * width + column + length - response - 1 + np.arange(response)
+        for i, (column, length, response) in enumerate(places)
+    ]
+    cells = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *runs]))
+    if layout.device.type == "cuda":
+        return cells.pin_memory().to(layout.device, non_blocking=True)
+    return cells.to(layout.device)
+
+
+# --- checks, on host data -------------------------------------------------------------------------
+
+
+def _response_lengths(
+    layout: TokenLayout, support: PackedTensor | None, response_lengths: HostInts | None
+) -> tuple[int, ...]:
+    if response_lengths is None:
+        if support is None:
+            raise ValueError(f"{_NAME}: without a support, response_lengths must be given")
+        responses = support.lengths
+    else:
+        responses = host_ints(_NAME, "response_lengths", response_lengths)
+        if support is not None and support.lengths != responses:
+            trajectory, got, length = _first_difference(support.lengths, responses)
+            raise ValueError(
+                f"{_NAME}: rollout_sample_support of trajectory {trajectory} has {got} rows for"
+                f" {length} response tokens"
+            )
+    if len(responses) != layout.num_sequences:
+        raise ValueError(
+            f"{_NAME}: {len(responses)} responses for {layout.num_sequences} trajectories"
+        )
+    return responses
+
+
+def _first_difference(got: Sequence[int], expected: Sequence[int]) -> tuple[int, int, int]:
+    """The first trajectory where two lists of lengths differ, and what each says (0: nothing)."""
+    for i in range(max(len(got), len(expected))):
+        pair = (got[i] if i < len(got) else 0, expected[i] if i < len(expected) else 0)
+        if pair[0] != pair[1] or i >= min(len(got), len(expected)):
+            return i, *pair
+    raise AssertionError("the lists are equal")
+
+
+def _full_positions(
+    layout: TokenLayout,
+    responses: Sequence[int],
+    support: PackedTensor | None,
+    loss_masks: Sequence[np.ndarray | None] | None,
+    appended: Sequence[np.ndarray | None] | None,
+) -> list[int | None]:
+    """For each trajectory the position whose logits score its appended token with loss."""
+    masks = _host_masks(layout, "loss_masks", loss_masks)
+    added = _host_masks(layout, "appended", appended)
+    positions: list[int | None] = []
+    for i, (length, response) in enumerate(zip(layout.lengths, responses, strict=True)):
+        loss, put = masks[i], added[i]
+        full = np.zeros(length, bool) if put is None else put if loss is None else put & loss
+        tokens = np.flatnonzero(full)
+        if len(tokens) > 1:
+            raise ValueError(
+                f"{_NAME}: appended of trajectory {i}: tokens {tokens[0]} and {tokens[1]} both have"
+                " loss; at most one a trajectory"
+            )
+        if len(tokens) and tokens[0] < length - response:
+            raise ValueError(
+                f"{_NAME}: appended of trajectory {i}: token {tokens[0]} is not one of its"
+                f" {response} response tokens"
+            )
+        positions.append(int(tokens[0]) - 1 if len(tokens) else None)
+        if support is not None and support.values.device.type == "cpu" and loss is not None:
+            bare = (support.segment(i) < 0).all(1).numpy()
+            unscored = bare & (loss & ~full)[length - response :]
+            if unscored.any():
+                token = length - response + int(unscored.argmax())
+                raise ValueError(
+                    f"{_NAME}: rollout_sample_support of trajectory {i} has no candidate for"
+                    f" token {token}, which has loss and was not appended"
+                )
+    return positions
+
+
+def _host_masks(
+    layout: TokenLayout, field: str, masks: Sequence[np.ndarray | None] | None
+) -> list[np.ndarray | None]:
+    if masks is None:
+        return [None] * layout.num_sequences
+    if len(masks) != layout.num_sequences:
+        raise ValueError(
+            f"{_NAME}: {field} has {len(masks)} entries for {layout.num_sequences} trajectories"
+        )
+    checked: list[np.ndarray | None] = []
+    for i, (mask, length) in enumerate(zip(masks, layout.lengths, strict=True)):
+        if mask is None:
+            checked.append(None)
+            continue
+        array = np.asarray(mask)
+        if array.dtype != np.bool_ or array.shape != (length,):
+            raise ValueError(
+                f"{_NAME}: {field} of trajectory {i} must be bool [{length}], got {array.dtype}"
+                f" {list(array.shape)}"
+            )
+        checked.append(array)
+    return checked

@@ -1,0 +1,318 @@
+"""score_microbatch.
+
+Oracle: NumPy loops in float64 over trajectories and response tokens; gradients in closed form.
+Tolerance: float64 logits 1e-12 (sums of at most 40 terms of order 10), float32 logits 2e-6.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from packhorse.kernels import support as support_module
+from packhorse.packed.tensor import PackedTensor
+from packhorse.replay.layout import TokenLayout
+from packhorse.replay.scoring import SCORED_FULL, score_microbatch
+
+VOCAB = 40
+WIDTH = 5  # candidates a row
+LENGTHS = (6, 9, 4, 5)
+RESPONSES = (3, 4, 0, 4)
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}
+
+
+class Case:
+    """Random tokens, logits and support; ``slot(i, s)`` is where position s of trajectory i is."""
+
+    def __init__(self, format: str, device: str, dtype=torch.float64, seed: int = 0):
+        rng = np.random.default_rng(seed)
+        self.format = format
+        self.layout = TokenLayout.build(
+            LENGTHS, format=format, tp_size=4, batch_width=11, device=device
+        )
+        padded = [-(-n // 4) * 4 for n in LENGTHS]
+        if format == "bshd":
+            padded = [max(padded)] * len(LENGTHS)
+        self.padded = padded
+        self.tokens = [rng.integers(0, VOCAB, n) for n in LENGTHS]
+        shape = (1, sum(padded)) if format == "thd" else (len(LENGTHS), padded[0])
+        raw = rng.normal(0, 3, (*shape, VOCAB))
+        self.logits = torch.tensor(raw, dtype=dtype, device=device, requires_grad=True)
+        self.support = []
+        for tokens, response in zip(self.tokens, RESPONSES, strict=True):
+            rows = np.full((response, WIDTH), -1, np.int32)
+            for r in range(response):
+                width = rng.integers(1, WIDTH + 1)
+                others = rng.permutation(VOCAB)[:width]
+                rows[r, :width] = others
+                sampled = tokens[len(tokens) - response + r]
+                if sampled not in others:
+                    rows[r, rng.integers(width)] = sampled
+            self.support.append(rows)
+        self.device = device
+
+    def place(self, i: int, s: int) -> tuple[int, int]:
+        return (0, sum(self.padded[:i]) + s) if self.format == "thd" else (i, s)
+
+    @property
+    def packed_support(self) -> PackedTensor:
+        rows = torch.from_numpy(np.concatenate(self.support)).to(self.device)
+        return PackedTensor.from_lengths(rows, RESPONSES)
+
+    @property
+    def token_ids(self) -> PackedTensor:
+        values = torch.from_numpy(np.concatenate(self.tokens)).to(self.device)
+        return PackedTensor.from_lengths(values, LENGTHS)
+
+    def masks(self, *marked: tuple[int, int]) -> list[np.ndarray]:
+        masks = [np.zeros(n, bool) for n in LENGTHS]
+        for i, s in marked:
+            masks[i][s] = True
+        return masks
+
+
+def score_loop(case: Case, temperature: float, full=(), support=True):
+    """logprobs, entropies [N]; gradient of the logprobs' weighted sum, weights 1, 2, 3, ..."""
+    logits = case.logits.detach().cpu().double().numpy()
+    gradient = np.zeros_like(logits)
+    logprobs, entropies = [], []
+    for i, (length, response) in enumerate(zip(LENGTHS, RESPONSES, strict=True)):
+        for r in range(response):
+            token = length - response + r
+            place = case.place(i, token - 1)
+            z = logits[place] / temperature
+            sampled = int(case.tokens[i][token])
+            everything = not support or (i, token) in full
+            ids = case.support[i][r].tolist()
+            members = range(VOCAB) if everything else sorted({c for c in ids if 0 <= c < VOCAB})
+            if sampled not in members:
+                logprobs.append(0.0)
+                entropies.append(0.0)
+                continue
+            total = np.log(sum(np.exp(z[c]) for c in members))
+            p = {c: np.exp(z[c] - total) for c in members}
+            logprobs.append(z[sampled] - total)
+            entropies.append(0.0 if everything else -sum(q * np.log(q) for q in p.values()))
+            for c, q in p.items():
+                gradient[place][c] += len(logprobs) * ((c == sampled) - q) / temperature
+    return np.array(logprobs), np.array(entropies), gradient
+
+
+def assert_scores(case: Case, scores, expected, dtype=torch.float64):
+    logprobs, entropies, gradient = expected
+    tolerance = TOLERANCE[dtype]
+    assert scores.logprobs.lengths == RESPONSES
+    values = scores.logprobs.values
+    np.testing.assert_allclose(values.detach().cpu().numpy(), logprobs, rtol=0, atol=tolerance)
+    entropy = scores.entropy.values.detach().cpu().numpy()
+    np.testing.assert_allclose(entropy, entropies, rtol=0, atol=tolerance)
+    weights = torch.arange(1, len(logprobs) + 1, device=values.device)
+    (actual,) = torch.autograd.grad((values * weights).sum(), case.logits)
+    assert actual.dtype == case.logits.dtype
+    scale = len(logprobs)  # the largest weight
+    np.testing.assert_allclose(actual.cpu().numpy(), gradient, rtol=0, atol=tolerance * scale)
+    assert (actual.cpu().numpy()[gradient == 0] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("format", ["thd", "bshd"])
+def test_scores_match_loops(format, temperature, dtype, device):
+    case = Case(format, device, dtype)
+    scores = score_microbatch(
+        case.logits, case.layout, case.token_ids, case.packed_support, temperature=temperature
+    )
+    assert_scores(case, scores, score_loop(case, temperature), dtype)
+    assert scores.counts.tolist() == [sum(RESPONSES), 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("format", ["thd", "bshd"])
+def test_scores_over_the_vocabulary_match_loops(format, device):
+    case = Case(format, device)
+    scores = score_microbatch(
+        case.logits, case.layout, case.token_ids, response_lengths=RESPONSES, temperature=0.7
+    )
+    assert_scores(case, scores, score_loop(case, 0.7, support=False))
+    assert scores.counts.tolist() == [0, 0, 0, 0, 0, sum(RESPONSES)]
+
+
+@pytest.mark.parametrize("format", ["thd", "bshd"])
+def test_dense_and_packed_tokens_score_alike(format, device):
+    case = Case(format, device)
+    dense = np.full((len(LENGTHS), 11), 7)
+    for row, tokens in zip(dense, case.tokens, strict=True):
+        row[11 - len(tokens) :] = tokens  # left padded, the layout's default
+    packed = score_microbatch(case.logits, case.layout, case.token_ids, case.packed_support)
+    other = score_microbatch(
+        case.logits, case.layout, torch.from_numpy(dense).to(device), case.packed_support
+    )
+    assert torch.equal(packed.logprobs.values, other.logprobs.values)
+
+
+@pytest.mark.parametrize("format", ["thd", "bshd"])
+def test_logits_in_layout_order_score_as_the_models(format, device):
+    case = Case(format, device)
+    flat = case.layout.from_model(case.logits)
+    given = (case.layout, case.token_ids, case.packed_support)
+    ours, models = score_microbatch(flat, *given), score_microbatch(case.logits, *given)
+    assert torch.equal(ours.logprobs.values, models.logprobs.values)
+
+
+@pytest.mark.parametrize("format", ["thd", "bshd"])
+def test_appended_tokens_with_loss_are_scored_over_the_vocabulary(format, device):
+    case = Case(format, device)
+    appended = [(0, 5), (3, 4)]
+    for i, s in appended:
+        case.support[i][s - LENGTHS[i] + RESPONSES[i]] = -1
+    scores = score_microbatch(
+        case.logits,
+        case.layout,
+        case.token_ids,
+        case.packed_support,
+        temperature=0.7,
+        appended=case.masks(*appended),
+    )
+    assert_scores(case, scores, score_loop(case, 0.7, full=appended))
+    assert scores.status.values.tolist() == [0, 0, SCORED_FULL] + [0] * 7 + [SCORED_FULL]
+    assert scores.counts.tolist() == [sum(RESPONSES) - 2, 0, 0, 0, 0, 2]
+
+
+def test_appended_tokens_without_loss_stay_unscored(device):
+    case = Case("thd", device)
+    case.support[0][2] = -1
+    scores = score_microbatch(
+        case.logits,
+        case.layout,
+        case.token_ids,
+        case.packed_support,
+        appended=case.masks((0, 5)),
+        loss_masks=case.masks((0, 4), (1, 8)),
+    )
+    assert_scores(case, scores, score_loop(case, 1.0))
+    assert scores.counts.tolist() == [sum(RESPONSES) - 1, 1, 0, 0, 0, 0]
+
+
+def test_each_status_is_counted_and_has_no_score(device):
+    case = Case("bshd", device)
+    case.support[0][0] = -1
+    case.support[1][0] = [VOCAB, VOCAB + 3, -7, -1, -1]
+    sampled = case.tokens[1][6]
+    case.support[1][1] = [(sampled + 1) % VOCAB, -1, -1, -1, -1]
+    with torch.no_grad():
+        case.logits[case.place(3, 3)][int(case.tokens[3][4])] = -torch.inf
+    scores = score_microbatch(case.logits, case.layout, case.token_ids, case.packed_support)
+    names = ("SUPPORT_MISSING", "SUPPORT_INVALID", "SAMPLED_OUTSIDE", "SAMPLED_IMPOSSIBLE")
+    missing, invalid, outside, impossible = (getattr(support_module, name) for name in names)
+    expected = [missing, 0, 0, invalid, outside, 0, 0, 0, 0, 0, impossible]
+    assert scores.status.values.tolist() == expected
+    counts = scores.counts.tolist()
+    assert [counts[s] for s in (missing, invalid, outside, impossible)] == [1, 1, 1, 1]
+    assert sum(counts) == sum(RESPONSES)
+    assert scores.num_ignored == 3
+    bad = torch.tensor([s != 0 for s in expected], device=device)
+    assert (scores.logprobs.values[bad] == 0).all()
+    (gradient,) = torch.autograd.grad(scores.logprobs.values.sum(), case.logits)
+    assert torch.isfinite(gradient).all()
+    assert (gradient[case.place(3, 3)] == 0).all()
+
+
+@pytest.mark.parametrize("support", [True, False])
+def test_logits_that_score_nothing_may_hold_nan(support, device):
+    case = Case("bshd", device)
+    used = {
+        case.place(i, length - response + r - 1)
+        for i, (length, response) in enumerate(zip(LENGTHS, RESPONSES, strict=True))
+        for r in range(response)
+    }
+    with torch.no_grad():
+        for b, s in np.ndindex(*case.logits.shape[:2]):
+            if (b, s) not in used:
+                case.logits[b, s] = torch.nan
+    given = {} if support else {"response_lengths": RESPONSES}
+    scores = score_microbatch(
+        case.logits, case.layout, case.token_ids, case.packed_support if support else None, **given
+    )
+    assert torch.isfinite(scores.logprobs.values).all()
+    (gradient,) = torch.autograd.grad(scores.logprobs.values.sum(), case.logits)
+    assert torch.isfinite(gradient).all()
+
+
+def test_a_microbatch_without_responses_scores_nothing(device):
+    layout = TokenLayout.build([3, 2], device=device)
+    tokens = PackedTensor.from_lengths(torch.zeros(5, dtype=torch.int64, device=device), [3, 2])
+    support = torch.empty(0, WIDTH, dtype=torch.int32, device=device)
+    logits = torch.zeros(1, 5, VOCAB, device=device, requires_grad=True)
+    scores = score_microbatch(logits, layout, tokens, PackedTensor.from_lengths(support, [0, 0]))
+    assert scores.logprobs.lengths == (0, 0)
+    scores.logprobs.values.sum().backward()
+    assert (logits.grad == 0).all()
+
+
+CASE = Case("thd", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"logits": CASE.logits[:, 1:]}, ValueError, "output must be"),
+        ({"logits": CASE.logits[0, 1:]}, ValueError, r"logits must be \[32, V\]"),
+        ({"support": None}, ValueError, "response_lengths must be given"),
+        (
+            {"response_lengths": [3, 4, 1, 4]},
+            ValueError,
+            "of trajectory 2 has 0 rows for 1 response tokens",
+        ),
+        ({"response_lengths": [3, 4], "support": None}, ValueError, "2 responses for 4"),
+        (
+            {"response_lengths": [3, 4, 4, 4], "support": None},
+            ValueError,
+            "trajectory 2 is 4 of 4 tokens",
+        ),
+        (
+            {"token_ids": PackedTensor.from_lengths(torch.arange(24), [6, 9, 5, 4])},
+            ValueError,
+            "token_ids of trajectory 2 has 5 rows for 4 tokens",
+        ),
+        (
+            {"token_ids": PackedTensor.from_lengths(torch.arange(24).int(), LENGTHS)},
+            TypeError,
+            "token_ids must be int64",
+        ),
+        (
+            {"appended": CASE.masks((1, 6), (1, 8))},
+            ValueError,
+            "appended of trajectory 1: tokens 6 and 8 both have loss",
+        ),
+        (
+            {"appended": CASE.masks((3, 0))},
+            ValueError,
+            "trajectory 3: token 0 is not one of its 4 response",
+        ),
+        ({"appended": [None]}, ValueError, "appended has 1 entries for 4 trajectories"),
+        (
+            {"loss_masks": [None, np.ones(3, bool), None, None]},
+            ValueError,
+            r"loss_masks of trajectory 1 must be bool \[9\]",
+        ),
+    ],
+)
+def test_rejects(change, error, message):
+    given = {
+        "logits": CASE.logits,
+        "token_ids": CASE.token_ids,
+        "support": CASE.packed_support,
+    } | change
+    with pytest.raises(error, match=message):
+        score_microbatch(given.pop("logits"), CASE.layout, given.pop("token_ids"), **given)
+
+
+def test_rejects_a_trained_token_without_candidates():
+    case = Case("thd", "cpu")
+    case.support[1][2] = -1
+    with pytest.raises(ValueError, match="trajectory 1 has no candidate for token 7"):
+        score_microbatch(
+            case.logits,
+            case.layout,
+            case.token_ids,
+            case.packed_support,
+            loss_masks=case.masks((1, 6), (1, 7)),
+        )
