@@ -7,7 +7,7 @@ set are errors, because a q/k norm or an expert that is left out still gives fin
 A GPTModel of one rank holds the whole model, so the checkpoint must fit one device. Weights are
 read one at a time and written in place; nothing is held twice.
 
-Megatron is imported by the functions that need it. On a machine without a GPU call
+Megatron is imported by the functions that need it. Without a GPU or Transformer Engine call
 ``packhorse.replay.cpu_megatron.install_cpu_shims()`` first. Megatron-core 0.16.1 to 0.19.2.
 """
 
@@ -129,12 +129,9 @@ def _build_model(config: MoeConfig, dtype: torch.dtype, recompute: str, core_att
     from megatron.core.enums import ModelType
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # 0.16 reads the name also where TE is absent
     transformer_config = TransformerConfig(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,

@@ -112,7 +112,7 @@ def mixed_ids() -> np.ndarray:
 
 
 def replay_routes(model, source: dict) -> None:
-    """Let each router take ``source["routes"]`` [T, L, K] where set, with its softmax as weights."""
+    """Let each router take ``source["routes"]`` [T, L, K] where set, weighted by its softmax."""
     import torch
 
     routers = [m for m in model.modules() if type(m).__name__ == "Qwen3MoeTopKRouter"]

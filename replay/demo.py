@@ -1,0 +1,369 @@
+"""``python -m packhorse demo``: a captured vLLM rollout replayed through a real Megatron model.
+
+Loads the capture and the model, runs the schedules of ``compare`` in fp32 and bf16, and prints how
+far the trainer's logprobs are from the rollout's with and without what the rollout decided. Every
+figure is computed by the run.
+"""
+
+import argparse
+import importlib.metadata
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from packhorse.replay import compare, demo_plot
+from packhorse.replay.capture import Capture
+from packhorse.replay.checkpoint import MoeConfig, read_config
+
+DATA = Path(__file__).parent / "data"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+#: The training schedule left a gradient missing or not finite.
+EXIT_FAILED = 1
+#: The run could not begin: a bad file, a model that does not fit, something not installed.
+EXIT_REFUSED = 2
+
+_NO_MEGATRON = (
+    "megatron-core is not installed: pip install 'packhorse[megatron]', or for 0.17 and later on"
+    " Python 3.11 pip install --no-deps --ignore-requires-python megatron-core==0.19.2"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the demo's options on ``parser``."""
+    parser.add_argument(
+        "--capture", metavar="FILE.npz", help="trajectories (docs/capture.md); default: packaged"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        help="Hugging Face checkpoint that was sampled from; default: packaged",
+    )
+    parser.add_argument(
+        "--dtype", choices=["both", *DTYPES], default="both", help="the trainer's; default: both"
+    )
+    parser.add_argument(
+        "--format",
+        choices=["bshd", "thd"],
+        default="bshd",
+        help="rectangle of padded trajectories, or packed; default: bshd",
+    )
+    parser.add_argument(
+        "--microbatch-size",
+        type=int,
+        default=3,
+        metavar="N",
+        help="trajectories in a microbatch; default: 3",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="the rollout's; default: that of the capture's meta, else 1",
+    )
+    parser.add_argument(
+        "--break",
+        dest="misplace",
+        choices=compare.BREAKS,
+        help="put the routes in the wrong place on purpose: it must show",
+    )
+    parser.add_argument("--plot", metavar="OUT.png", help="write a picture (needs matplotlib)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo.
+
+    Returns:
+        0; ``EXIT_FAILED`` if a gradient was not finite; ``EXIT_REFUSED`` after one line on stderr
+        about what keeps it from running.
+    """
+    began = time.perf_counter()
+    try:
+        demo = _prepare(args)
+    except _Refused as error:
+        return _refuse(error)
+    with warnings.catch_warnings(), _quiet_megatron(), _threads_for(demo):
+        warnings.simplefilter("ignore")
+        try:
+            _import_megatron()
+        except _Refused as error:
+            return _refuse(error)
+        demo.seconds["import"] = time.perf_counter() - began
+        from packhorse.replay.megatron import single_process
+
+        with single_process():
+            for name in DTYPES if args.dtype == "both" else [args.dtype]:
+                try:
+                    model = _load(demo, name, args)
+                except _Refused as error:
+                    return _refuse(error)
+                demo.results[name] = compare.compare(
+                    model,
+                    demo.capture,
+                    demo.microbatches,
+                    temperature=demo.temperature,
+                    moe_layers=demo.config.moe_layers,
+                )
+                del model
+    demo.seconds["total"] = time.perf_counter() - began
+    _print("\n".join(report_lines(demo)))
+    if args.plot:
+        try:
+            demo_plot.draw(args.plot, demo.capture, demo.results, demo.config.moe_layers)
+        except (OSError, ValueError) as error:
+            return _refuse(_Refused(f"--plot {args.plot}: {error}"))
+        _print(f"picture   {args.plot}")
+    if any(result.unfinished_gradients for result in demo.results.values()):
+        return EXIT_FAILED
+    return 0
+
+
+# --- before the first forward ---------------------------------------------------------------------
+
+
+class _Refused(Exception):
+    """What keeps the demo from running, in one line."""
+
+
+@dataclass
+class Demo:
+    """One run: what it was given, and what it found."""
+
+    config: MoeConfig
+    capture: Capture
+    microbatches: list[compare.Microbatch]
+    device: torch.device
+    temperature: float
+    args: argparse.Namespace
+    results: dict[str, compare.Comparison] = field(default_factory=dict)  # dtype name -> result
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def _prepare(args: argparse.Namespace) -> Demo:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        if args.plot:
+            demo_plot.check(args.plot)
+        config = read_config(args.model or DATA / "tiny_moe")
+        capture = Capture.load(
+            args.capture or DATA / "vllm_tiny_moe.npz",
+            num_experts=config.num_experts,
+            vocab_size=config.vocab_size,
+            num_layers=config.num_layers,
+            topk=config.topk,
+            moe_layers=config.moe_layers,
+        )
+        _check_positions(config, capture)
+        temperature = args.temperature
+        sampling = capture.meta.get("sampling")
+        if temperature is None:
+            temperature = sampling.get("temperature", 1.0) if isinstance(sampling, dict) else 1.0
+        if not isinstance(temperature, int | float) or not 0 < temperature < float("inf"):
+            raise ValueError(f"temperature must be finite and above 0, got {temperature!r}")
+        microbatches = compare.make_microbatches(
+            capture,
+            format=args.format,
+            size=args.microbatch_size,
+            device=device,
+            misplace=args.misplace,
+            moe_layers=config.moe_layers,
+        )
+    except (ValueError, TypeError) as error:
+        raise _Refused(error) from error
+    return Demo(config, capture, microbatches, device, float(temperature), args)
+
+
+def _check_positions(config: MoeConfig, capture: Capture) -> None:
+    if sum(capture.response_lengths) == 0:
+        raise ValueError(f"{capture.path}: no response tokens: there is nothing to compare")
+    for i, length in enumerate(capture.lengths):
+        if length > config.max_positions:
+            raise ValueError(
+                f"{capture.path}: trajectory {i} has {length} tokens, the model"
+                f" {config.max_positions} positions"
+            )
+
+
+def _import_megatron() -> None:
+    from packhorse.replay.cpu_megatron import install_cpu_shims
+
+    try:
+        install_cpu_shims()
+        import megatron.core  # noqa: F401
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == "megatron":
+            raise _Refused(_NO_MEGATRON) from error
+        raise _Refused(f"Megatron-core cannot be imported: {error}") from error
+
+
+def _load(demo: Demo, dtype: str, args: argparse.Namespace) -> Any:
+    from packhorse.replay.megatron import load_hf_model
+    from packhorse.replay.packed_attention import PackedAttention
+
+    began = time.perf_counter()
+    try:
+        model = load_hf_model(
+            args.model or DATA / "tiny_moe",
+            dtype=DTYPES[dtype],
+            recompute="full",
+            core_attention=PackedAttention if args.format == "thd" else None,
+        )
+    except ModuleNotFoundError as error:
+        raise _Refused(f"{error.name} is not installed: pip install {error.name}") from error
+    except ValueError as error:
+        raise _Refused(error) from error
+    demo.seconds[f"load {dtype}"] = time.perf_counter() - began
+    return model
+
+
+def _refuse(error: Exception) -> int:
+    line = " ".join(str(error).split())
+    sys.stderr.write(f"packhorse demo: {line}\n")
+    return EXIT_REFUSED
+
+
+@contextmanager
+def _quiet_megatron() -> Iterator[None]:
+    """Megatron logs a notice at each model it builds."""
+    logger = logging.getLogger("megatron")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def _threads_for(demo: Demo) -> Iterator[None]:
+    """One thread for a small model on a CPU: more cost it more than they do."""
+    threads = torch.get_num_threads()
+    if demo.device.type == "cpu" and demo.config.hidden_size < 1024:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+_LABEL = 40
+_COLUMN = 8
+
+
+def report_lines(demo: Demo) -> list[str]:
+    """The demo's table, a line an item."""
+    capture, config = demo.capture, demo.config
+    num_tokens, num_sampled = sum(capture.lengths), sum(capture.response_lengths)
+    engine = capture.meta.get("vllm")
+    source = f"vLLM {engine} ({capture.meta.get('dtype', 'dtype unknown')})" if engine else "?"
+    lines = [
+        f"rollout   {capture.path.name}: {capture.num_trajectories} trajectories,"
+        f" {num_tokens:,} tokens, {num_sampled:,} of them sampled by {source}",
+        f"model     {config.model_type}, {config.num_layers} layers, {config.num_experts} experts,"
+        f" top {config.topk}, vocabulary {config.vocab_size:,}",
+        f"trainer   megatron-core {_version('megatron-core')}, torch {_version('torch')},"
+        f" {_device_name(demo.device)}; {len(demo.microbatches)} microbatches"
+        f" ({demo.args.format})",
+        f"kernels   {_kernels(demo.device)}",
+    ]
+    if demo.args.misplace:
+        lines.append(f"BROKEN    --break {demo.args.misplace}: the routes are in the wrong place")
+    lines.append("")
+    group = 4 * _COLUMN + 1
+    names = list(demo.results)
+    lines.append(" " * _LABEL + "".join(f"{name:^{group + 2}}" for name in names))
+    heads = "".join(f"{head:>{_COLUMN}}" for head in ("mean", "p99", "max")) + "    k3 KL"
+    lines.append(f"{'|trainer - rollout| logprob, with':<{_LABEL}}" + f"{heads}  " * len(names))
+    for variant in compare.VARIANTS:
+        cells = ""
+        for result in demo.results.values():
+            gap = result.gaps[variant]
+            cells += f"{gap.mean:8.4f}{gap.p99:8.3f}{gap.max:8.3f}{gap.k3:9.5f}  "
+        lines.append(f"{'  ' + variant:<{_LABEL}}{cells}".rstrip())
+    for label, show in _ROWS:
+        cells = "".join(f"{show(result):>{group}}  " for result in demo.results.values())
+        lines.append(f"{label:<{_LABEL}}{cells}".rstrip())
+    lines += [
+        "",
+        f"bytes     routes {_row_bytes(capture.routes)} a token, support"
+        f" {_row_bytes(capture.support)} a response token",
+        f"seconds   {demo.seconds['total']:.1f} in all, of which imports"
+        f" {demo.seconds['import']:.1f}",
+    ]
+    return [line.rstrip() for line in lines]
+
+
+def _differing(result: compare.Comparison) -> str:
+    differing = result.differing
+    share = 100 * differing.mean() if differing.size else 0.0
+    return f"{share:.2f} % of {differing.size:,}"
+
+
+def _gradients(result: compare.Comparison) -> str:
+    if result.unfinished_gradients:
+        return f"{len(result.unfinished_gradients)} NOT FINITE"
+    return f"all finite, {result.router_gradient:.2e}"
+
+
+def _seconds(result: compare.Comparison) -> str:
+    return " / ".join(f"{seconds:.2f}" for seconds in result.seconds.values())
+
+
+def _asked(result: compare.Comparison) -> str:
+    asked = result.training_report.asked
+    return f"{sum(map(bool, asked.values()))} of {len(asked)}, {sum(asked.values())} times"
+
+
+def _rows(result: compare.Comparison) -> str:
+    report = result.training_report
+    return f"{report.rows_replayed:,} / {report.rows_dummy:,} / {report.rows_live:,}"
+
+
+_ROWS: Sequence[tuple[str, Callable[[compare.Comparison], str]]] = (
+    ("route sets that differ without replay", _differing),
+    ("routers asked, in the training schedule", _asked),
+    ("  and answered again in recompute", lambda r: f"{r.training_report.recomputed_calls} times"),
+    ("rows replayed / dummy / live, a layer", _rows),
+    ("training schedule, full recompute", lambda result: f"loss {result.loss:.4f}"),
+    ("  gradients; norm at the routers", _gradients),
+    ("  max |logprob - forward-only's|", lambda result: f"{result.recompute_difference:.1e}"),
+    ("seconds live / replayed / training", _seconds),
+)
+
+
+def _row_bytes(packed: Any) -> str:
+    dtype = str(packed.dtype).removeprefix("torch.")
+    return f"{packed.dtype.itemsize * packed.row_shape.numel()} ({dtype} {list(packed.row_shape)})"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "?"
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return "CPU"
+
+
+def _kernels(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"Triton {_version('triton')}"
+    return "the torch references (Triton's run on a GPU)"
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
