@@ -1,0 +1,44 @@
+# make demo | test | lint | bench | gpu | clean
+#
+# Each target but clean first makes its own environment (tools/setup.sh): .venv, or the active
+# virtual environment. PYTHON=python3.12 names the Python that .venv is made from.
+# SETUP=no runs with PYTHON as it is (default python3) and installs nothing.
+# ARGS=... goes to the demo, to pytest or to the benchmarks.
+
+SETUP ?= yes
+ifeq ($(SETUP),no)
+RUN := $(or $(PYTHON),python3)
+else
+RUN := $(or $(VIRTUAL_ENV),$(CURDIR)/.venv)/bin/python
+endif
+
+.PHONY: help setup demo test lint bench gpu clean
+
+help:
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
+
+setup:
+ifneq ($(SETUP),no)
+	@PYTHON='$(PYTHON)' tools/setup.sh
+endif
+
+demo: setup
+	@$(RUN) -m packhorse demo $(ARGS)
+
+test: setup
+	@tools/test.sh $(RUN) $(ARGS)
+
+lint: setup
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy -p packhorse
+
+bench: setup
+	@tools/gpu.sh $(RUN) bench $(ARGS)
+
+gpu: setup
+	@tools/gpu.sh $(RUN) all $(ARGS)
+
+clean:
+	rm -rf .venv build dist packhorse.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

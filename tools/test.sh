@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# The tests, in the environment of tools/setup.sh: the main suite, then the Megatron tests with the
+# megatron-core of the environment, then the same with the older one beside it. Each runs even if
+# one before it failed; the exit code says whether all passed.
+#
+# usage: tools/test.sh PYTHON [pytest options for every run]
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=$1
+shift
+status=0
+
+run() { # NAME COMMAND...
+    local name=$1 begin=$SECONDS code=0
+    shift
+    echo "== $name"
+    "$@" || code=$?
+    # pytest gives 5 when it ran no test: also a failure here
+    [ "$code" -eq 0 ] || status=1
+    echo "== $name: exit code $code, $((SECONDS - begin)) s"
+}
+
+run "main suite" "$python" -m pytest -q -n 2 -m "not compile" --ignore=tests/megatron tests "$@"
+run "megatron-core of the environment" "$python" -m pytest -q tests/megatron "$@"
+for folder in "$("$python" -c 'import sys; print(sys.prefix)')"/megatron/*/; do
+    [ -d "$folder" ] || continue
+    run "megatron-core $(basename "$folder")" \
+        env PYTHONPATH="$folder${PYTHONPATH:+:$PYTHONPATH}" "$python" -m pytest -q tests/megatron "$@"
+done
+exit "$status"
