@@ -237,6 +237,28 @@ def test_support_row_ids_are_next_token_row_ids_of_the_response(arguments, data,
     assert torch.equal(layout.support_row_ids(responses), expected)
 
 
+@pytest.mark.parametrize("cp_order", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("format", ["thd", "bshd"])
+def test_many_long_sequences_match_the_loops(format, cp_order, device):
+    lengths = torch.randint(0, 40, (150,), generator=torch.Generator().manual_seed(3)).tolist()
+    arguments = {
+        "lengths": lengths,
+        "format": format,
+        "tp_size": 2,
+        "tp_rank": 1,
+        "cp_size": 3,
+        "cp_rank": 1,
+        "cp_order": cp_order,
+        "sequence_parallel": True,
+    }
+    layout, oracle = build(arguments, device), OracleLayout(**arguments)
+    assert torch.equal(layout.token_row_ids(), ids(oracle.token_row_ids(), device))
+    assert torch.equal(layout.route_row_ids(lengths), ids(oracle.route_row_ids(lengths), device))
+    values = values_of_every_cp_rank(arguments, (), torch.int32)
+    restored = layout.restore_gathered([on(device, v) for v in values], PAD)
+    assert torch.equal(restored, on(device, oracle.restore(values, PAD)))
+
+
 @given(arguments=layouts(cp_rank=0, tp_rank=0))
 @settings(max_examples=EXAMPLES // 2, deadline=None)
 def test_every_token_is_on_exactly_one_rank(arguments, device):
