@@ -100,6 +100,9 @@ def build_model(*, seed: int = 7, **over: Any) -> Any:
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     extra = {}
     if config.mtp_num_layers:
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+        MTPLossLoggingHelper.tracker.clear()  # process-global, sized by the first model's heads
         extra["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
     model = GPTModel(
         config=config,
@@ -111,6 +114,19 @@ def build_model(*, seed: int = 7, **over: Any) -> Any:
     )
     model.model_type = ModelType.encoder_or_decoder
     return model.to(DEVICE)
+
+
+def build_dense_model() -> Any:
+    return build_model(
+        num_moe_experts=None, moe_ffn_hidden_size=None, moe_router_enable_expert_bias=False
+    )
+
+
+def keep_layers(model: Any, kept: slice) -> None:
+    """Make ``model`` the stage of a pipeline that holds these layers (and both its ends)."""
+    for index in sorted(set(range(len(model.decoder.layers))) - set(range(64)[kept]), reverse=True):
+        del model.decoder.layers[index]
+    model.decoder.num_layers_per_pipeline_rank = len(model.decoder.layers)
 
 
 def build_hybrid(pattern: str, **over: Any) -> Any:
