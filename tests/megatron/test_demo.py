@@ -1,7 +1,7 @@
 """The demo, whole: the figures it prints, what it shows of routes put in the wrong place, refusals.
 
-Expected: an independent driver of Megatron-core 0.19.2 and Hugging Face's model in fp32 both gave, as
-mean / max of |trainer - rollout|: neither 0.2612 / 0.511, support 0.0426 / 0.723, both 0.0150 /
+Expected: an independent driver of Megatron-core 0.19.2 and Hugging Face's model in fp32 both gave,
+as mean / max of |trainer - rollout|: neither 0.2612 / 0.511, support 0.0426 / 0.723, both 0.0150 /
 0.059. fp32 is held to 2 % of these. bf16 depends on the CPU's matrix instructions (both: 0.018 to
 0.021 / 0.077 to 0.093 were seen), so it is held to the bounds that replay must reach.
 """
@@ -204,7 +204,7 @@ def test_a_truncated_capture_is_refused_by_name(tmp_path, capsys):
     ("changes", "message"),
     [
         ({"num_hidden_layers": 3}, "trajectory 0 has 4 layers, expected 3"),
-        ({"num_local_experts": 4}, "expert 7 is not below num_experts=4"),
+        ({"num_local_experts": 4}, "layer 1: expert 6 is not below num_experts=4"),
         ({"num_experts_per_tok": 4}, "trajectory 0 has 2 experts a token, expected 4"),
         ({"vocab_size": 500}, "is not in [0, vocab_size=500)"),
         ({"max_position_embeddings": 200}, "trajectory 6 has 212 tokens, the model 200 positions"),

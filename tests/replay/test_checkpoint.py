@@ -1,0 +1,126 @@
+"""read_config and Checkpoint. Oracle: the packaged model's config.json, one setting changed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import packhorse.replay
+from packhorse.replay.checkpoint import Checkpoint, read_config
+
+MODEL = Path(next(iter(packhorse.replay.__path__))) / "data" / "tiny_moe"
+CONFIG = json.loads((MODEL / "config.json").read_text())
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(**changes):
+        config = {name: value for name, value in (CONFIG | changes).items() if value is not ...}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return read_config(tmp_path)
+
+    return read
+
+
+def test_names_of_old_and_new_transformers_read_alike(read):
+    new = read()
+    old = read(
+        num_local_experts=..., num_experts=8, rope_parameters=..., rope_theta=10000.0,
+        rope_scaling=None,
+    )  # fmt: skip
+    assert old == new
+    assert (new.num_experts, new.topk, new.head_dim, new.rope_theta) == (8, 2, 32, 10000.0)
+
+
+@pytest.mark.parametrize(
+    ("dense", "step", "layers"),
+    [([], 1, (0, 1, 2, 3)), ([0, 2], 1, (1, 3)), ([], 2, (1, 3)), ([1], 2, (3,))],
+)
+def test_layers_with_experts_follow_transformers_rule(dense, step, layers, read):
+    assert read(mlp_only_layers=dense, decoder_sparse_step=step).moe_layers == layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "glm4_moe"}, "model_type 'glm4_moe' cannot be loaded; known: qwen3_moe"),
+        ({"model_type": ...}, "model_type None cannot be loaded"),
+        ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        (
+            {"use_sliding_window": ..., "sliding_window": 128},
+            "sliding_window=128 is not supported",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config="),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0}},
+            "rope_type='yarn' is not supported",
+        ),
+        (
+            {"rope_parameters": ..., "rope_theta": 1e4, "rope_scaling": {"type": "linear"}},
+            "rope_type='linear' is not supported",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor=0.5 is not supported",
+        ),
+        ({"rope_parameters": {}}, "rope_theta is missing"),
+        ({"num_local_experts": ...}, "num_experts or num_local_experts is missing"),
+        ({"hidden_size": -1}, "hidden_size=-1 is not a count"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 of 8 experts"),
+        ({"num_key_value_heads": 3}, "4 attention heads for 3 key-value heads"),
+        ({"mlp_only_layers": [0, 1, 2, 3]}, "no layer has experts"),
+        ({"mlp_only_layers": "0"}, "mlp_only_layers='0' is not a list"),
+    ],
+)
+def test_what_is_not_reproduced_is_refused_by_name(changes, message, read):
+    with pytest.raises(ValueError, match="read_config: ") as error:
+        read(**changes)
+    assert message in str(error.value)
+
+
+def test_folders_without_a_model_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"config\.json: No such file"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not JSON"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="not a JSON object"):
+        read_config(tmp_path)
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
+        Checkpoint(tmp_path)
+
+
+def test_a_broken_weight_file_is_named(tmp_path):
+    pytest.importorskip("safetensors")
+    whole = (MODEL / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"Checkpoint: .*model\.safetensors: "):
+        Checkpoint(tmp_path)
+
+
+def test_an_index_that_does_not_fit_is_refused(tmp_path):
+    pytest.importorskip("safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "absent.safetensors"}}))
+    with pytest.raises(ValueError, match=r"absent\.safetensors"):
+        Checkpoint(tmp_path)
+    (tmp_path / "a.safetensors").write_bytes((MODEL / "model.safetensors").read_bytes())
+    index.write_text(json.dumps({"weight_map": {"absent.weight": "a.safetensors"}}))
+    with pytest.raises(ValueError, match=r"absent\.weight is missing"):
+        Checkpoint(tmp_path)
+    index.write_text("{}")
+    with pytest.raises(ValueError, match="weight_map is missing"):
+        Checkpoint(tmp_path)
+
+
+def test_weights_are_read_by_name(tmp_path):
+    pytest.importorskip("safetensors")
+    with Checkpoint(MODEL) as checkpoint:
+        assert "lm_head.weight" in checkpoint.names
+        assert list(checkpoint.tensor("lm_head.weight").shape) == [512, 64]
+        with pytest.raises(ValueError, match=r"weight absent\.weight is missing"):
+            checkpoint.tensor("absent.weight")
