@@ -2,7 +2,9 @@
 
 Routes: one layer ``index_select``, one output filled with the dummy row, one slice copy a
 trajectory (never a token), slice copies for the two context-parallel halves of each sequence, a
-tensor-parallel slice, one permute + contiguous + cast. Row ids: the same with ``arange``.
+tensor-parallel slice, one permute + contiguous + cast. The dtype of the dummy row is that of the
+output until the cast: int64 where it is ``torch.arange(K)``, as frameworks hold expert ids; the
+routes' own narrow dtype is the best that plain torch does. Row ids: the same with ``arange``.
 Everything that depends only on the lengths is computed before the clock starts.
 """
 
@@ -46,7 +48,7 @@ def routes_loop(
     """[N, L, K] packed routes to [J, T, K] int32 and the padding mask [T] of one rank (thd)."""
     selected = routes.index_select(1, layers)
     total, rows = sum(padded), offsets_of(captured)
-    full = selected.new_empty((total, *selected.shape[1:]))
+    full = dummy_row.new_empty((total, *selected.shape[1:]))
     full[:] = dummy_row
     mask = torch.ones(total, dtype=torch.bool, device=routes.device)
     for i, begin in enumerate(offsets_of(padded)[:-1]):

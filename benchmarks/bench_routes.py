@@ -4,7 +4,8 @@
 
 ``packhorse`` makes the row ids and gathers; ``packhorse + layout`` also builds the
 ``TokenLayout``, which a microbatch does once; ``gather only`` has its row ids already, so that the
-copy floor (routes read once, per-layer ids and mask written once) is its own.
+copy floor (routes read once, per-layer ids and mask written once) is its own. ``torch loop`` holds
+expert ids in int64 until its last cast, as frameworks do; ``narrow`` in the routes' own dtype.
 """
 
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ def shape(
     layout = TokenLayout.build(lengths, **keywords)
     row_ids = layout.route_row_ids(captured)
     table = torch.tensor(list(layers), device="cuda")
-    dummy_row = torch.arange(topk, device="cuda", dtype=dtype)
+    dummy_row = torch.arange(topk, device="cuda")
 
     def gather():
         return gather_routes(routes, row_ids, layers, num_experts=experts)
@@ -43,8 +44,11 @@ def shape(
         ids = TokenLayout.build(lengths, **keywords).route_row_ids(captured)
         return gather_routes(routes, ids, layers, num_experts=experts)
 
-    def loop():
+    def loop(dummy_row=dummy_row):
         return routes_loop(routes, table, dummy_row, captured, layout.padded_lengths, **parallel)
+
+    def narrow_loop():
+        return loop(dummy_row.to(dtype))
 
     present = int((row_ids >= 0).sum())
     per_row = len(layers) * topk
@@ -57,6 +61,7 @@ def shape(
             "packhorse + layout": ours_with_layout,
             "gather only": gather,
             "torch loop": loop,
+            "torch loop, narrow": narrow_loop,
         },
         expected=loop,
         capturable=frozenset({"gather only"}),

@@ -164,7 +164,8 @@ def _row_ids_fake(
     return offsets.new_empty(num_ids, dtype=torch.int64)
 
 
-_row_ids_op = torch.ops.packhorse.row_ids.default
+#: the operator without the checks of ``make_row_ids``
+row_ids_op = torch.ops.packhorse.row_ids.default
 
 
 # --- public API -----------------------------------------------------------------------------------
@@ -224,7 +225,7 @@ def make_row_ids(
         raise ValueError(f"{name}: num_ids={num_ids} and first_id={first_id} must be >= 0")
     if num_ids > 0 and segments.shape[1] == 0:
         raise ValueError(f"{name}: {num_ids} slots, but segments name no sequence")
-    return _row_ids_op(
+    return row_ids_op(
         offsets, segments, num_ids, first_id, cp_size, cp_rank, zigzag and cp_size > 1,
         position_major, shift,
     )  # fmt: skip

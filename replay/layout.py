@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packhorse.kernels.layout import make_row_ids
+from packhorse.kernels.layout import row_ids_op
 from packhorse.replay import align as _align
 
 HostInts: TypeAlias = Sequence[int] | np.ndarray | Tensor
@@ -418,16 +418,17 @@ class TokenLayout:
                 )
             num_ids //= self.tp_size
             first_id = num_ids * self.tp_rank
-        return make_row_ids(
+        # the operator itself: what make_row_ids checks holds by construction
+        return row_ids_op(
             self._offsets,
             self._table((bases, counts, starts), len(self.padded_lengths)),
             num_ids,
-            first_id=first_id,
-            cp_size=self.cp_size,
-            cp_rank=self.cp_rank,
-            zigzag=self.cp_order == "zigzag",
-            position_major=self.format == "bshd",
-            shift=int(next_token),
+            first_id,
+            self.cp_size,
+            self.cp_rank,
+            self.cp_order == "zigzag" and self.cp_size > 1,
+            self.format == "bshd",
+            int(next_token),
         )
 
 
@@ -503,11 +504,12 @@ def _round_up(value: int, multiple: int) -> int:
 
 def _host_table(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor:
     """[len(rows), width] int32 on ``device`` by one asynchronous copy; short rows end in zeros."""
+    flat: list[int] = []
+    for row in rows:
+        flat += row
+        flat += [0] * (width - len(row))
     table = torch.empty((len(rows), width), dtype=torch.int32, pin_memory=device.type == "cuda")
-    host = table.numpy()
-    for i, row in enumerate(rows):
-        host[i, : len(row)] = row
-        host[i, len(row) :] = 0
+    table.numpy().reshape(-1)[:] = flat
     return table.to(device, non_blocking=True)
 
 
