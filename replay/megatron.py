@@ -187,8 +187,8 @@ def _build_model(config: MoeConfig, dtype: torch.dtype, recompute: str, core_att
         share_embeddings_and_output_weights=False,
     )
     model.model_type = ModelType.encoder_or_decoder
-    # as Megatron's Float16Module does: the norms too
-    return model.to(dtype)
+    # norms and routers are made on the CPU in float32; Megatron's training loop moves and casts too
+    return model.to("cuda" if torch.cuda.is_available() else "cpu", dtype)
 
 
 # --- weights --------------------------------------------------------------------------------------

@@ -100,8 +100,9 @@ def test_the_training_schedule_with_recompute_is_shown(both_dtypes):
     for cell in cells(output, "max |logprob - forward-only's|"):
         assert float(cell) <= 1e-5
     differing = cells(output, "route sets that differ without replay")
-    assert differing[0] == "1.38 % of 4,044"
-    assert 1 < float(differing[1].split(" ")[0]) < 4
+    shares = [float(re.match(r"([\d.]+) % of 4,044$", cell)[1]) for cell in differing]
+    assert shares[0] == pytest.approx(1.38, abs=0.06)  # two near ties may fall otherwise on a GPU
+    assert 1 < shares[1] < 4
 
 
 def test_the_header_says_what_ran(both_dtypes):
