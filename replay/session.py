@@ -29,7 +29,7 @@ from packhorse.kernels.routes import gather_routes
 from packhorse.replay import routers as _routers
 from packhorse.replay.expert_bias import install_expert_bias_shim
 from packhorse.replay.layout import TokenLayout
-from packhorse.replay.microbatch import ReplayMicrobatch
+from packhorse.replay.microbatch import ReplayMicrobatch, resolved
 from packhorse.replay.routers import CapturedLayers, LocatedRouter
 from packhorse.replay.targets import OpenMicrobatch, RouterTargets
 
@@ -286,9 +286,9 @@ def _check_microbatches(chunks: list[_Chunk], microbatches: list[ReplayMicrobatc
 
 
 def _check_device(name: str, i: int, microbatch: ReplayMicrobatch, router: LocatedRouter) -> None:
-    device = router.module.weight.device
-    # a weight still on the CPU moves to the GPU in its first forward
-    if device.type != "cpu" and device != microbatch.layout.device:
+    device, wanted = router.module.weight.device, resolved(microbatch.layout.device)
+    moves = device.type == "cpu" and wanted.type == "cuda"  # in the router's first forward
+    if device != wanted and not moves:
         raise ValueError(
             f"{name}: microbatch {i}: the layout is on {microbatch.layout.device}, router"
             f" {router.path} on {device}"
@@ -495,7 +495,7 @@ class _Schedule:
         if microbatch.routes is None or not chunk.routers:
             return None
         values, layers = microbatch.routes.values, _as_range(chunk.positions)
-        device = microbatch.layout.device
+        device = resolved(microbatch.layout.device)
         if values.device != device:
             # only this chunk's layers cross, and from pinned memory the copy does not wait
             values = values[:, list(chunk.positions)].pin_memory().to(device, non_blocking=True)
