@@ -1,0 +1,335 @@
+"""Score the sampled ids over the ids that the sampler kept, from logits.
+
+    z = logits / temperature,   D(t) = distinct ids of support_ids[t] in [0, V) with z > -inf
+    logprobs[t] = z[t, s] - log sum_{c in D(t)} exp z[t, c]          s = sampled_ids[t]
+    entropy[t]  = -sum_{c in D(t)} p_c log p_c                       p = softmax of z[t] over D(t)
+
+    d logprobs[t] / d z[t, c] = 1[c = s] - p_c
+    d entropy[t]  / d z[t, c] = -p_c (log p_c + entropy[t])      both exactly 0 for c not in D(t)
+
+``full_logprobs`` is the same with the whole vocabulary as support. The division by the temperature
+is done here and nowhere else: give the logits as the model made them.
+
+``status[t]`` says whether row t has a score. The first that holds:
+
+    SUPPORT_MISSING     no id at all: every entry is -1 (``NO_CANDIDATE``)
+    SUPPORT_INVALID     ids, but none inside the vocabulary
+    SAMPLED_OUTSIDE     the sampled id is not among the members
+    SAMPLED_IMPOSSIBLE  it is a member, but its logit is -inf: the trainer cannot sample it
+    SUPPORT_OK          scored
+
+Where it is not SUPPORT_OK, logprob, entropy and gradient are selected to be exactly 0, whatever the
+row's logits hold. Where it is, a NaN or +inf logit of a member is a fault of the model, and makes
+the row's logprob, entropy and gradient NaN instead of hiding it. Logits of non-members are never
+part of a result. Maths and results are float32, and float64 for float64 logits.
+
+Members are taken in ascending order of id, so the result does not depend on their order, bit for
+bit. The backward writes each member's gradient to its own place, so two runs agree bit for bit.
+
+Sizes: T tokens, V vocabulary, C candidates a row.
+"""
+
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from packhorse.packed.sentinels import NO_CANDIDATE
+
+#: ``status[t]``: row t was scored.
+SUPPORT_OK: Final = 0
+#: ``status[t]``: every entry of the support row is -1 (an observation, an appended token, a pad).
+SUPPORT_MISSING: Final = 1
+#: ``status[t]``: the support row holds ids, none of them inside the vocabulary.
+SUPPORT_INVALID: Final = 2
+#: ``status[t]``: the sampled id is not a member of the support.
+SAMPLED_OUTSIDE: Final = 3
+#: ``status[t]``: the sampled id is a member whose logit is -inf.
+SAMPLED_IMPOSSIBLE: Final = 4
+
+LOGITS_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+SUPPORT_DTYPES = frozenset({torch.int32, torch.int64})
+
+_INF: Final = float("inf")
+#: Widened logits that ``full_logprobs`` holds at once: 64 MiB of float32.
+_CHUNK_ELEMENTS: Final = 1 << 24
+
+
+class SupportScores(NamedTuple):
+    """What ``support_logprobs`` returns, one entry a token."""
+
+    logprobs: Tensor  # [T] float32 (float64 for float64 logits), differentiable
+    entropy: Tensor  # [T] as logprobs, nats, differentiable
+    status: Tensor  # [T] uint8, SUPPORT_OK ... SAMPLED_IMPOSSIBLE
+    num_ignored: Tensor  # [T] int32: repeated ids, and ids outside [-1, V)
+
+
+# --- reference: the specification, and what every device runs -------------------------------------
+
+
+def _scale(x: Tensor, temperature: float) -> Tensor:
+    """Widen logits and divide them by the temperature: the one place where that is done."""
+    return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32) / temperature
+
+
+def support_logprobs_reference(
+    logits: Tensor, support_ids: Tensor, sampled_ids: Tensor, temperature: float
+) -> tuple[SupportScores, Tensor, Tensor]:
+    """Returns the scores, and for the backward: columns [T, C] int64, member_logprobs [T, C]."""
+    num_tokens, vocab_size = logits.shape
+    if support_ids.shape[1] == 0:
+        support_ids = support_ids.new_full((num_tokens, 1), NO_CANDIDATE)
+
+    # from the ids alone: members are the first of each run of equal ids, inside the vocabulary
+    ids = support_ids.sort(dim=1).values
+    before = torch.cat([ids.new_full((num_tokens, 1), NO_CANDIDATE), ids[:, :-1]], dim=1)
+    named = ids != NO_CANDIDATE
+    member = (ids != before) & (ids >= 0) & (ids < vocab_size)
+    sampled = member & (ids == sampled_ids[:, None])
+
+    # an entry that is no member reads some column, and its value is never selected
+    columns = ids.clamp(0, vocab_size - 1).long()
+    z = _scale(logits.gather(1, columns), temperature)
+
+    status = torch.zeros_like(sampled_ids, dtype=torch.uint8)
+    status = status.masked_fill((sampled & (z == -_INF)).any(1), SAMPLED_IMPOSSIBLE)
+    status = status.masked_fill(~sampled.any(1), SAMPLED_OUTSIDE)
+    status = status.masked_fill(~member.any(1), SUPPORT_INVALID)
+    status = status.masked_fill(~named.any(1), SUPPORT_MISSING)
+    ok = status == SUPPORT_OK
+
+    # from here on a row without a score has no member, and each sum over it is 0
+    live = member & (z != -_INF) & ok[:, None]
+    row_max = torch.where(live, z, -_INF).amax(1, keepdim=True)
+    shifted = torch.where(live, z - row_max, 0.0)
+    weights = torch.where(live, shifted.exp(), 0.0)
+    total = torch.where(ok, weights.sum(1), 1.0)
+    log_total = total.log()
+
+    logprobs = torch.where(sampled, shifted, 0.0).sum(1) - log_total
+    entropy = log_total - (weights * shifted).sum(1) / total
+    num_ignored = (named.sum(1) - member.sum(1)).to(torch.int32)
+    member_logprobs = torch.where(live, shifted - log_total[:, None], -_INF)
+    return SupportScores(logprobs, entropy, status, num_ignored), columns, member_logprobs
+
+
+def support_logprobs_backward_reference(
+    grad_logprobs: Tensor,  # [T]
+    grad_entropy: Tensor,  # [T]
+    columns: Tensor,  # [T, C] int64
+    member_logprobs: Tensor,  # [T, C], -inf where the entry is no member of D(t)
+    entropy: Tensor,  # [T]
+    sampled_ids: Tensor,  # [T]
+    temperature: float,
+    vocab_size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Returns the gradient of the logits, [T, V] ``dtype``."""
+    live = member_logprobs != -_INF
+    log_p = torch.where(live, member_logprobs, 0.0)
+    p = log_p.exp()
+    chosen = (columns == sampled_ids[:, None]).to(p.dtype)
+    grad_z = grad_logprobs[:, None] * (chosen - p)
+    grad_z = grad_z - grad_entropy[:, None] * p * (log_p + entropy[:, None])
+    grad_members = torch.where(live, grad_z / temperature, 0.0).to(dtype)
+    # a column may occur more than once, but only one of its entries is live: the others add 0
+    grad_logits = grad_members.new_zeros(columns.shape[0], vocab_size)
+    return grad_logits.scatter_add_(1, columns, grad_members)
+
+
+def full_logprobs_reference(
+    logits: Tensor, sampled_ids: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns logprobs [T], and for the backward: row_max [T], log_total [T]."""
+    vocab_size = logits.shape[1]
+    row_maxs, log_totals, chosen = [], [], []
+    columns = sampled_ids.clamp(0, vocab_size - 1)
+    for rows, column in zip(_row_chunks(logits), _row_chunks(columns, vocab_size), strict=True):
+        z = _scale(rows, temperature)
+        row_max = z.amax(1)
+        shifted = z - row_max[:, None]
+        row_maxs.append(row_max)
+        log_totals.append(shifted.exp().sum(1).log())
+        chosen.append(shifted.gather(1, column[:, None]).squeeze(1))
+    row_max, log_total = torch.cat(row_maxs), torch.cat(log_totals)
+    logprobs = torch.cat(chosen) - log_total
+    logprobs = torch.where(sampled_ids < vocab_size, logprobs, float("nan"))
+    return torch.where(sampled_ids >= 0, logprobs, 0.0), row_max, log_total
+
+
+def full_logprobs_backward_reference(
+    grad_logprobs: Tensor,  # [T]
+    logits: Tensor,  # [T, V]
+    sampled_ids: Tensor,  # [T]
+    row_max: Tensor,  # [T]
+    log_total: Tensor,  # [T]
+    temperature: float,
+) -> Tensor:
+    """Returns the gradient of the logits, [T, V] of their dtype."""
+    vocab_size = logits.shape[1]
+    grad = torch.where(sampled_ids < vocab_size, grad_logprobs, float("nan")) / temperature
+    grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    per_row = (grad, sampled_ids, row_max, log_total)
+    for out, rows, *chunk in zip(
+        _row_chunks(grad_logits),
+        _row_chunks(logits),
+        *(_row_chunks(x, vocab_size) for x in per_row),
+        strict=True,
+    ):
+        g, sampled, m, total = (x[:, None] for x in chunk)
+        p = (_scale(rows, temperature) - m - total).exp()
+        grad_z = (-g * p).scatter_add_(1, sampled.clamp(0, vocab_size - 1), g)
+        out.copy_(torch.where(sampled >= 0, grad_z, 0.0))
+    return grad_logits
+
+
+def _row_chunks(x: Tensor, vocab_size: int | None = None) -> tuple[Tensor, ...]:
+    """Split along the tokens so that one chunk of [*, V] widens to ``_CHUNK_ELEMENTS``."""
+    if torch.compiler.is_compiling():
+        return (x,)  # a compiler fuses the widening into the reductions
+    return x.split(max(1, _CHUNK_ELEMENTS // (vocab_size or x.shape[1])))
+
+
+# --- autograd: a closed form, which keeps nothing of size V for support_logprobs ------------------
+
+
+class _SupportLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, support_ids, sampled_ids, temperature):
+        scores, columns, member_logprobs = support_logprobs_reference(
+            logits, support_ids, sampled_ids, temperature
+        )
+        ctx.save_for_backward(columns, member_logprobs, scores.entropy, sampled_ids)
+        ctx.temperature, ctx.vocab_size, ctx.dtype = temperature, logits.shape[1], logits.dtype
+        ctx.mark_non_differentiable(scores.status, scores.num_ignored)
+        return tuple(scores)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logprobs, grad_entropy, _grad_status, _grad_num_ignored):
+        columns, member_logprobs, entropy, sampled_ids = ctx.saved_tensors
+        grad_logits = support_logprobs_backward_reference(
+            grad_logprobs, grad_entropy, columns, member_logprobs, entropy, sampled_ids,
+            ctx.temperature, ctx.vocab_size, ctx.dtype,
+        )  # fmt: skip
+        return grad_logits, None, None, None
+
+
+class _FullLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, sampled_ids, temperature):
+        logprobs, row_max, log_total = full_logprobs_reference(logits, sampled_ids, temperature)
+        ctx.save_for_backward(logits, sampled_ids, row_max, log_total)
+        ctx.temperature = temperature
+        return logprobs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logprobs):
+        logits, sampled_ids, row_max, log_total = ctx.saved_tensors
+        grad_logits = full_logprobs_backward_reference(
+            grad_logprobs, logits, sampled_ids, row_max, log_total, ctx.temperature
+        )
+        return grad_logits, None, None
+
+
+# --- public API -----------------------------------------------------------------------------------
+
+
+def support_logprobs(
+    logits: Tensor, support_ids: Tensor, sampled_ids: Tensor, *, temperature: float = 1.0
+) -> SupportScores:
+    """Logprob of each sampled id, and the entropy, over the ids that the sampler kept.
+
+    Args:
+        logits: [T, V] float64, float32, bfloat16 or float16, any strides, not yet divided by the
+            temperature. Row t is the one that predicts ``sampled_ids[t]``.
+        support_ids: [T, C] int32 or int64 on ``logits.device``; -1 is no candidate, anywhere in a
+            row. Repeated ids count once; ids outside [-1, V) are ignored; ``num_ignored`` counts
+            both. As vLLM returns them in ``sampling_mask.token_ids``.
+        sampled_ids: [T] int64 on ``logits.device``. Any value; one that is no member is reported.
+        temperature: the rollout's, finite and > 0, applied here.
+
+    Returns:
+        ``SupportScores``: logprobs [T] and entropy [T] (float32; float64 for float64 logits; both
+        differentiable once in ``logits``), status [T] uint8 and num_ignored [T] int32. Rows whose
+        status is not ``SUPPORT_OK`` hold 0 and have no gradient. Beyond the gradient of the logits,
+        memory is O(T C).
+
+    Raises:
+        TypeError: a dtype is unsupported, or the temperature is not a number.
+        ValueError: a shape or device is wrong, or the temperature is not finite and > 0. Ids are
+            not read for a check, since that would stall the GPU: ``status`` reports them.
+
+    Source: "keep sampling mask" of the DeepSeek-V3.2 report.
+
+    Example:
+        >>> logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+        >>> support_logprobs(logits, torch.tensor([[3, 2, -1]]), torch.tensor([3])).logprobs
+        tensor([-0.3133])
+    """
+    _validate("support_logprobs", logits, sampled_ids, temperature)
+    _validate_support("support_logprobs", logits, support_ids)
+    if torch.is_grad_enabled() and logits.requires_grad:
+        return SupportScores(*_SupportLogprobs.apply(logits, support_ids, sampled_ids, temperature))
+    return support_logprobs_reference(logits, support_ids, sampled_ids, temperature)[0]
+
+
+def full_logprobs(logits: Tensor, sampled_ids: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Logprob of each sampled id over the whole vocabulary.
+
+    Args:
+        logits: [T, V] as for ``support_logprobs``. Kept for the backward.
+        sampled_ids: [T] int64 on ``logits.device``. A negative id says that the row has no target.
+        temperature: as for ``support_logprobs``.
+
+    Returns:
+        [T] float32 (float64 for float64 logits), differentiable once in ``logits``. 0 without a
+        gradient where the sampled id is negative; NaN where it is V or more, since there is no
+        status to report it; -inf where its logit is -inf; NaN where a logit of the row is NaN or
+        +inf, or all are -inf. Widened logits exist for 2**24 elements at a time.
+
+    Raises:
+        As ``support_logprobs``.
+
+    Example:
+        >>> full_logprobs(torch.zeros(1, 4), torch.tensor([2])).exp()
+        tensor([0.2500])
+    """
+    _validate("full_logprobs", logits, sampled_ids, temperature)
+    if torch.is_grad_enabled() and logits.requires_grad:
+        return _FullLogprobs.apply(logits, sampled_ids, temperature)
+    return full_logprobs_reference(logits, sampled_ids, temperature)[0]
+
+
+def _validate(op: str, logits: Tensor, sampled_ids: Tensor, temperature: float) -> None:
+    if logits.dtype not in LOGITS_DTYPES:
+        raise TypeError(f"{op}: logits has unsupported dtype {logits.dtype}")
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        raise ValueError(f"{op}: logits must be [T, V] with V > 0, got {tuple(logits.shape)}")
+    if sampled_ids.dtype != torch.int64:
+        raise TypeError(f"{op}: sampled_ids must be int64, got {sampled_ids.dtype}")
+    if sampled_ids.dim() != 1 or sampled_ids.shape[0] != logits.shape[0]:
+        raise ValueError(
+            f"{op}: sampled_ids must be [T] with T = {logits.shape[0]}, "
+            f"got {tuple(sampled_ids.shape)}"
+        )
+    if sampled_ids.device != logits.device:
+        raise ValueError(f"{op}: sampled_ids on {sampled_ids.device}, logits on {logits.device}")
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float):
+        raise TypeError(f"{op}: temperature must be a number, got {type(temperature).__name__}")
+    if not 0.0 < temperature < _INF:
+        raise ValueError(f"{op}: temperature must be finite and > 0, got {temperature}")
+
+
+def _validate_support(op: str, logits: Tensor, support_ids: Tensor) -> None:
+    if support_ids.dtype not in SUPPORT_DTYPES:
+        raise TypeError(f"{op}: support_ids must be int32 or int64, got {support_ids.dtype}")
+    if support_ids.dim() != 2 or support_ids.shape[0] != logits.shape[0]:
+        raise ValueError(
+            f"{op}: support_ids must be [T, C] with T = {logits.shape[0]}, "
+            f"got {tuple(support_ids.shape)}"
+        )
+    if support_ids.device != logits.device:
+        raise ValueError(f"{op}: support_ids on {support_ids.device}, logits on {logits.device}")
