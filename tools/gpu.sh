@@ -1,0 +1,90 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one call: tests, the demo, compute-sanitizer where it exists, and
+# the benchmarks. A stage that fails does not stop the others; the exit code says whether all passed.
+#
+# usage: tools/gpu.sh PYTHON all|tests|bench [options for every benchmark]
+#
+#   RESULTS=DIR      where the JSON lines go (default benchmarks/results): one file a benchmark, and
+#                    stages.jsonl with each stage's exit code and seconds
+#   STAGE_SECONDS=N  the most one stage may take (default 900)
+#
+# PYTHON needs torch, triton, numpy, pytest and hypothesis; packhorse need not be installed. Without
+# megatron-core the stages that need it are left out, and said to be. Without a GPU `bench` says so
+# and succeeds, since there is nothing to measure; `all` and `tests` fail.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=$1
+what=$2
+shift 2
+results=${RESULTS:-benchmarks/results}
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+status=0
+
+if ! gpu=$("$python" -c 'import torch; print(torch.cuda.get_device_name())' 2>/dev/null); then
+    if [ "$what" = bench ]; then
+        echo "bench: no GPU here, so nothing to measure"
+        exit 0
+    fi
+    echo "gpu: no GPU here ($python -m packhorse doctor says what torch sees)" >&2
+    exit 1
+fi
+mkdir -p "$results"
+results=$(cd "$results" && pwd)
+
+stage() { # NAME COMMAND...
+    local name=$1 begin=$SECONDS code=0
+    shift
+    echo "== $name"
+    timeout "${STAGE_SECONDS:-900}" "$@" || code=$?
+    [ "$code" -eq 0 ] || status=1
+    echo "== $name: exit code $code, $((SECONDS - begin)) s"
+    printf '{"stage": "%s", "exit_code": %d, "seconds": %d, "gpu": "%s", "date": "%s"}\n' \
+        "$name" "$code" "$((SECONDS - begin))" "$gpu" "$(date +%F)" >>"$results/stages.jsonl"
+}
+
+has_module() {
+    "$python" -c "import importlib.util as u, sys; sys.exit(u.find_spec('$1') is None)" 2>/dev/null
+}
+
+tests() {
+    stage "doctor" "$python" -m packhorse doctor
+    stage "tests" "$python" -m pytest -q -m "not compile" --ignore=tests/megatron tests
+    if has_module megatron.core; then
+        stage "tests with megatron-core" "$python" -m pytest -q tests/megatron
+        stage "demo" "$python" -m packhorse demo
+    else
+        echo "== no megatron-core here: its tests and the demo are left out"
+    fi
+    if command -v compute-sanitizer >/dev/null; then
+        # torch's caching allocator would hide an access past the end of a tensor
+        stage "compute-sanitizer" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+            compute-sanitizer --tool memcheck --error-exitcode 9 --launch-timeout 120 \
+            "$python" -m pytest -q -x -m "not compile and not gpu_memory" -k "cuda and loop" \
+            tests/kernels
+    else
+        echo "== no compute-sanitizer here: its stage is left out"
+    fi
+}
+
+benchmarks() {
+    local script
+    for script in benchmarks/bench_*.py; do
+        stage "$(basename "$script" .py)" \
+            "$python" "$script" --json "$results/$(basename "$script" .py).jsonl" "$@"
+    done
+}
+
+echo "gpu: $gpu, results in $results"
+case $what in
+tests) tests ;;
+bench) benchmarks "$@" ;;
+all)
+    tests
+    benchmarks "$@"
+    ;;
+*)
+    echo "gpu: '$what' is not all, tests or bench" >&2
+    exit 2
+    ;;
+esac
+exit "$status"
