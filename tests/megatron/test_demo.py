@@ -7,6 +7,7 @@ as mean / max of |trainer - rollout|: neither 0.2612 / 0.511, support 0.0426 / 0
 """
 
 import argparse
+import importlib.util
 import json
 import re
 import subprocess
@@ -20,6 +21,7 @@ import packhorse.replay
 from packhorse.replay import demo
 
 REPOSITORY = Path(__file__).parent.parent.parent
+DATA = REPOSITORY / "tests" / "data"
 PACKAGED = Path(next(iter(packhorse.replay.__path__))) / "data"
 VARIANTS = ("neither", "routes", "support", "both")
 
@@ -148,6 +150,64 @@ def test_packed_microbatches_of_any_size_give_the_same_figures(size, capsys):
 def test_bf16_alone_is_one_group_of_columns(capsys):
     assert run("--dtype", "bf16") == 0
     assert [len(values) for values in gaps(capsys.readouterr().out).values()] == [1] * 4
+
+
+def test_a_capture_that_the_trainer_made_itself_has_no_gap(tmp_path, capsys):
+    """Another model, with a dense layer between two with experts and in two weight files."""
+    import torch
+
+    from packhorse.replay.compare import record_routes
+    from packhorse.replay.megatron import load_hf_model
+
+    spec = importlib.util.spec_from_file_location("recipe", DATA / "make_hf_logprobs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    recipe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+    recipe.write_mixed_checkpoint(tmp_path)
+    model = load_hf_model(tmp_path).eval()
+    device = next(model.parameters()).device
+    rng = np.random.default_rng(3)
+    prompts, responses = (1, 9, 20), (4, 1, 7)
+    ids, routes, logprobs, support, kept = [], [], [], [], []
+    for prompt, response in zip(prompts, responses, strict=True):
+        tokens = rng.integers(0, 96, prompt + response)
+        given = torch.from_numpy(tokens)[None].to(device)
+        positions = torch.arange(len(tokens), device=device)[None]
+        with torch.no_grad(), record_routes(model) as recorded:
+            logits = model(given, positions, None)[0].double().cpu().numpy()
+        experts = np.zeros((len(tokens) - 1, 3, 3), np.uint8)  # layer 1 is dense
+        for layer, (calls,) in zip((0, 2), recorded, strict=True):
+            experts[:, layer] = calls[:-1].cpu().numpy()
+        for z, sampled in zip(logits[prompt - 1 : -1], tokens[prompt:], strict=True):
+            members = np.union1d(np.argsort(z)[-10:], [sampled])
+            logprobs.append(z[sampled] - np.logaddexp.reduce(z[members]))
+            support.append(members)
+            kept.append(len(members))
+        ids.append(tokens)
+        routes.append(experts)
+    np.savez(
+        tmp_path / "own.npz",
+        prompt_ids=np.concatenate([x[:p] for x, p in zip(ids, prompts, strict=True)]),
+        prompt_offsets=np.cumsum([0, *prompts]),
+        response_ids=np.concatenate([x[p:] for x, p in zip(ids, prompts, strict=True)]),
+        response_offsets=np.cumsum([0, *responses]),
+        routed_experts=np.concatenate(routes),
+        route_offsets=np.cumsum([0, *map(len, routes)]),
+        sampled_logprobs=np.array(logprobs),
+        support_ids=np.concatenate(support),
+        support_offsets=np.cumsum([0, *kept]),
+    )
+    options = ("--capture", tmp_path / "own.npz", "--model", tmp_path, "--dtype", "fp32")
+    assert run(*options) == 0
+    output = capsys.readouterr().out
+    table = gaps(output)
+    assert table["both"][0][2] == table["support"][0][2] == 0.0  # printed to 3 decimals
+    assert table["neither"][0][0] > 0.1
+    assert cells(output, "route sets that differ without replay") == ["0.00 % of 78"]
+    assert cells(output, "routers asked, in the training schedule") == ["2 of 2, 2 times"]
+    assert run(*options, "--break", "layers") == 0
+    assert gaps(capsys.readouterr().out)["both"][0][0] > 0.1
 
 
 # --- refusals: exit code 2, one line, no traceback ------------------------------------------------

@@ -157,12 +157,14 @@ def test_logits_in_layout_order_score_as_the_models(format, device):
     assert torch.equal(ours.logprobs.values, models.logprobs.values)
 
 
+@pytest.mark.parametrize("row", ["no-row", "a-row-that-is-not-its-own"])
 @pytest.mark.parametrize("format", ["thd", "bshd"])
-def test_appended_tokens_with_loss_are_scored_over_the_vocabulary(format, device):
+def test_appended_tokens_with_loss_are_scored_over_the_vocabulary(format, row, device):
     case = Case(format, device)
     appended = [(0, 5), (3, 4)]
     for i, s in appended:
-        case.support[i][s - LENGTHS[i] + RESPONSES[i]] = -1
+        if row == "no-row":
+            case.support[i][s - LENGTHS[i] + RESPONSES[i]] = -1
     scores = score_microbatch(
         case.logits,
         case.layout,
