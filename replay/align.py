@@ -119,7 +119,5 @@ def _check_fill(name: str, fill: object) -> None:
 
 
 def _check_device(name: str, field: str, tensor: Tensor, layout: "TokenLayout") -> None:
-    if tensor.device.type != layout.device.type or (
-        layout.device.index is not None and tensor.device.index != layout.device.index
-    ):
+    if tensor.device != layout.device:
         raise ValueError(f"{name}: {field} on {tensor.device}, the layout on {layout.device}")

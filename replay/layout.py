@@ -164,6 +164,8 @@ class TokenLayout:
         else:
             offsets = list(_offsets_of(local))
         place = torch.device(device)
+        if place.type == "cuda" and place.index is None:
+            place = torch.device("cuda", torch.cuda.current_device())
         return cls(
             format=format,
             lengths=real,
