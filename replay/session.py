@@ -24,9 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packhorse._env import CHECK_VALUES
-from packhorse.kernels.routes import gather_routes
 from packhorse.replay import routers as _routers
+from packhorse.replay.device_rows import MicrobatchRows
 from packhorse.replay.expert_bias import install_expert_bias_shim
 from packhorse.replay.layout import TokenLayout
 from packhorse.replay.microbatch import ReplayMicrobatch, resolved
@@ -101,6 +100,8 @@ class _Chunk:
     positions: tuple[int, ...]  # of each on the captured layer axis
     mtp_routers: list[LocatedRouter]
     axis_length: int  # L that the captured axis must have
+    num_experts: int
+    topk: int
     scatters_mask: bool
 
 
@@ -216,6 +217,7 @@ class ReplaySession:
                 if not router.is_mtp:
                     _routers.check_replayable(router, allow_live_aux_loss=self._allow_live_aux_loss)
             decoder = [router for router in found if not router.is_mtp]
+            num_experts, topk = _router_sizes(index, decoder)
             places = _routers.captured_positions(module, found, self._captured_layers)
             for router, place in zip(decoder, places, strict=True):
                 name = _router_name(index, router)
@@ -235,6 +237,8 @@ class ReplaySession:
                     axis_length=_routers.captured_axis_length(
                         module, config, self._captured_layers
                     ),
+                    num_experts=num_experts,
+                    topk=topk,
                     scatters_mask=_routers.scatters_padding_mask(module),
                 )
             )
@@ -248,6 +252,18 @@ class ReplaySession:
 
 def _router_name(chunk: int, router: LocatedRouter) -> str:
     return f"router {router.path} of chunk {chunk}"
+
+
+def _router_sizes(chunk: int, routers: Sequence[LocatedRouter]) -> tuple[int, int]:
+    """E and K, which all routers of a chunk share."""
+    sizes = [(router.module.num_experts, router.module.topk) for router in routers]
+    for router, size in zip(routers, sizes, strict=True):
+        if size != sizes[0]:
+            raise ValueError(
+                f"{_NAME}: {_router_name(chunk, router)} has (experts, topk) = {size},"
+                f" {routers[0].path} has {sizes[0]}"
+            )
+    return sizes[0] if sizes else (0, 0)
 
 
 def _check_microbatches(chunks: list[_Chunk], microbatches: list[ReplayMicrobatch]) -> None:
@@ -282,7 +298,7 @@ def _check_microbatches(chunks: list[_Chunk], microbatches: list[ReplayMicrobatc
                 _check_device(name, i, microbatch, first)
             if microbatch.routes is not None:
                 _check_axes(name, i, microbatch, chunk)
-                microbatch.check_content(i, chunk.config.num_moe_experts, chunk.positions)
+                microbatch.check_content(i, chunk.num_experts, chunk.positions)
 
 
 def _check_device(name: str, i: int, microbatch: ReplayMicrobatch, router: LocatedRouter) -> None:
@@ -303,23 +319,14 @@ def _check_axes(name: str, i: int, microbatch: ReplayMicrobatch, chunk: _Chunk) 
             f"{name}: microbatch {i}: routes have {num_layers} layers, captured_layers describes"
             f" {chunk.axis_length}"
         )
-    if chunk.routers and topk != chunk.config.moe_router_topk:
+    if chunk.routers and topk != chunk.topk:
         raise ValueError(
             f"{name}: microbatch {i}: routes name {topk} experts a token, the router takes"
-            f" {chunk.config.moe_router_topk}"
+            f" {chunk.topk}"
         )
 
 
 # --- one schedule ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """Device side of one microbatch, the same for every chunk of this rank."""
-
-    route_row_ids: Tensor  # [T] int64
-    live_rows: Tensor | None  # [T] bool; None: no live row
-    padding_mask: Tensor  # [T] bool
 
 
 class _Schedule:
@@ -329,7 +336,7 @@ class _Schedule:
         self._chunks = chunks
         self._microbatches = microbatches
         self._begun = [0] * len(chunks)
-        self._rows: dict[int, _Rows] = {}
+        self._rows: dict[int, MicrobatchRows] = {}
         self._undo: list[Callable[[], None]] = []
         self._targets: list[list[RouterTargets]] = []
         self._mtp: list[list[RouterTargets]] = []
@@ -403,7 +410,9 @@ class _Schedule:
         targets, mtp = self._targets[chunk.index], self._mtp[chunk.index]
         for target in (*targets, *mtp):
             target.close()
-        rows = self._rows_of(index)
+        if index not in self._rows:
+            self._rows[index] = MicrobatchRows.build(microbatch)
+        rows = self._rows[index]
         batch = layout.num_sequences if layout.format == "bshd" else 1
         shape = (layout.num_rank_tokens // max(batch, 1), batch)
         wants_grad = torch.is_grad_enabled()
@@ -413,19 +422,26 @@ class _Schedule:
         ) -> OpenMicrobatch:
             return OpenMicrobatch(index, topk_ids, live_rows, masks, shape, wants_grad)
 
-        ids = self._gather(chunk, microbatch, rows)
+        ids = None
+        if microbatch.routes is not None and targets:
+            ids = rows.gather_targets(
+                chunk.positions,
+                num_experts=chunk.num_experts,
+                topk=chunk.topk,
+                ep_size=chunk.config.expert_model_parallel_size,
+            )
         for j, target in enumerate(targets):
             topk_ids = ids[j] if ids is not None else None
             target.open(opened(topk_ids, rows.live_rows, (rows.padding_mask,)))
         if mtp:
             biased = [r for r in chunk.mtp_routers if r.module.enable_expert_bias]
             for router, target in zip(biased, mtp, strict=True):
-                target.open(opened(None, None, _mtp_masks(microbatch, router)))
+                target.open(opened(None, None, rows.mtp_masks(_mtp_depths(router))))
         self._begun[chunk.index] += 1
         if min(self._begun) > index:
             self._rows.pop(index, None)
         return ReplayStep(
-            padding_mask=_model_mask(microbatch, rows, chunk),
+            padding_mask=rows.model_mask(scattered_by_model=chunk.scatters_mask),
             layout=layout,
             index=index,
             chunk=chunk.index,
@@ -469,96 +485,19 @@ class _Schedule:
             " must be the model that forward_step receives"
         )
 
-    # --- device side ------------------------------------------------------------------------------
-
-    def _rows_of(self, index: int) -> _Rows:
-        if index not in self._rows:
-            microbatch = self._microbatches[index]
-            layout = microbatch.layout
-            row_ids = layout.route_row_ids(microbatch.captured)
-            live_rows, mask = None, row_ids < 0
-            if any(microbatch.live_counts):
-                live_rows = (
-                    layout.row_ids(
-                        microbatch.live_counts,
-                        starts=microbatch.captured,
-                        slice=layout.sequence_parallel,
-                    )
-                    >= 0
-                )
-                mask = mask & ~live_rows
-            self._rows[index] = _Rows(row_ids, live_rows, mask)
-        return self._rows[index]
-
-    def _gather(self, chunk: _Chunk, microbatch: ReplayMicrobatch, rows: _Rows) -> Tensor | None:
-        """[layers of this chunk, T, K] int32, or None where nothing is replayed."""
-        if microbatch.routes is None or not chunk.routers:
-            return None
-        values, layers = microbatch.routes.values, _as_range(chunk.positions)
-        device = resolved(microbatch.layout.device)
-        if values.device != device:
-            # only this chunk's layers cross, and from pinned memory the copy does not wait
-            values = values[:, list(chunk.positions)].pin_memory().to(device, non_blocking=True)
-            layers = range(len(chunk.positions))
-        topk = chunk.config.moe_router_topk
-        topk_ids, _ = gather_routes(
-            values,
-            rows.route_row_ids,
-            layers,
-            num_experts=chunk.config.num_moe_experts,
-            dummy=microbatch.dummy,
-            ep_size=chunk.config.expert_model_parallel_size,
-            spread_offset=(
-                _routers.spread_offset(microbatch.layout, topk)
-                if microbatch.dummy == "spread"
-                else 0
-            ),
-        )
-        if CHECK_VALUES and topk > 1:
-            ordered = topk_ids.sort(-1).values
-            distinct = (ordered[..., 1:] != ordered[..., :-1]).all()
-            torch._assert_async(distinct, f"{_NAME}: a replayed row repeats an expert")
-        return topk_ids
-
 
 def _make_targets(chunk: _Chunk, router: LocatedRouter) -> RouterTargets:
     return RouterTargets(
         _router_name(chunk.index, router),
-        num_experts=router.module.config.num_moe_experts,
+        num_experts=router.module.num_experts,
         topk=router.module.topk,
         is_mtp=router.is_mtp,
     )
 
 
-def _as_range(positions: Sequence[int]) -> range | Sequence[int]:
-    first = positions[0]
-    run = range(first, first + len(positions))
-    return run if list(run) == list(positions) else positions
-
-
-def _model_mask(microbatch: ReplayMicrobatch, rows: _Rows, chunk: _Chunk) -> Tensor:
-    """[B, S] bool: whole for a chunk that slices it itself, else this rank's slice."""
-    layout = microbatch.layout
-    if not layout.sequence_parallel:
-        return layout.to_model(rows.padding_mask)
-    if chunk.scatters_mask:
-        covered = [a + b for a, b in zip(microbatch.captured, microbatch.live_counts, strict=True)]
-        return layout.to_model(layout.row_ids(covered) < 0)
-    if layout.format == "thd":
-        return rows.padding_mask.unsqueeze(0)
-    return rows.padding_mask.view(-1, layout.num_sequences).transpose(0, 1).contiguous()
-
-
-def _mtp_masks(microbatch: ReplayMicrobatch, router: LocatedRouter) -> tuple[Tensor, ...]:
-    """Masks of an MTP router's calls: the head of depth d also sees the token d places on."""
-    layout, config = microbatch.layout, router.module.config
-    repeated = getattr(config, "mtp_use_repeated_layer", False)
-    depths = range(1, config.mtp_num_layers + 1) if repeated else (router.layer,)
-    masks = []
-    for depth in depths:
-        covered = [
-            max(a + b - depth, 0)
-            for a, b in zip(microbatch.captured, microbatch.live_counts, strict=True)
-        ]
-        masks.append(layout.row_ids(covered, slice=layout.sequence_parallel) < 0)
-    return tuple(masks)
+def _mtp_depths(router: LocatedRouter) -> Sequence[int]:
+    """Depths of the heads that the router serves, in the order of its calls."""
+    config = router.module.config
+    if getattr(config, "mtp_use_repeated_layer", False):
+        return range(1, config.mtp_num_layers + 1)
+    return (router.layer,)

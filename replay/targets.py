@@ -123,7 +123,9 @@ class RouterTargets:
         Rows in another order have the same count: a "bshd" batch under a "thd" layout, or
         Megatron's re-ordering by ``PackedSeqParams.tokens_per_sample``.
         """
-        if self._open is None or self.is_mtp or in_backward() or not inputs:
+        if self._open is None or self.is_mtp or in_backward():
+            return
+        if not inputs or inputs[0].dim() != 3:
             return
         shape = tuple(inputs[0].shape[:2])
         if shape != self._open.input_shape:

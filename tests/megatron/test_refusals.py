@@ -151,6 +151,15 @@ def test_a_router_of_another_class_is_refused():
         make_session(model)
 
 
+def test_routers_of_unlike_sizes_are_refused():
+    model = build_model()
+    routers_of(model)[2].topk = 3
+    with pytest.raises(
+        ValueError, match=r"layers\.2\.mlp\.router of chunk 0 has \(experts, topk\) ="
+    ):
+        make_session(model)
+
+
 def test_cuda_graphs_that_leave_the_router_out_are_legal():
     model = build_model()
     model.config.cuda_graph_impl = "local"

@@ -126,6 +126,21 @@ def test_chunks_of_one_schedule_keep_their_own_counts_and_routes():
     assert_replayed(log, second, batches, positions=(3, 4, 5), recomputed=range(6))
 
 
+def test_only_the_chunks_own_layers_are_widened():
+    """A capture of six layers on a stage of the last two."""
+    model = build_model(num_layers=6)
+    keep_layers(model, slice(4, 6))
+    session = make_session(model, num_layers=6)
+    batch = make_batch((6, 4), num_layers=6)
+    with RouteLog() as log, session.schedule([batch.microbatch]):
+        step = session.begin(model)
+        targets = routers_of(model)[0].router_replay._open.targets
+        assert targets.dtype == torch.int32
+        assert targets.untyped_storage().nbytes() == 2 * 12 * helpers.TOPK * 4
+        model(**batch.inputs, padding_mask=step.padding_mask)
+    assert_replayed(log, model, [batch], positions=(4, 5))
+
+
 def test_bshd_routes_reach_the_router_position_by_position():
     """B=2, S=3, rows 10 11 12 / 20 21 22: the router sees 10 20 11 21 12 22."""
     model = build_model(num_moe_experts=32, moe_router_topk=1)

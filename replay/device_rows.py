@@ -1,0 +1,120 @@
+"""Device side of one replay microbatch: which row each slot takes, its mask, a chunk's targets.
+
+Nothing here reads the device. Sizes: T token slots of this rank's routers, L captured layers,
+J layers of a chunk, K experts a token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from packhorse._env import CHECK_VALUES
+from packhorse.kernels.routes import gather_routes
+from packhorse.replay.microbatch import ReplayMicrobatch, resolved
+from packhorse.replay.routers import spread_offset
+
+
+@dataclass(frozen=True, eq=False)
+class MicrobatchRows:
+    """Made once a microbatch; the same for every chunk of a rank.
+
+    Attributes:
+        microbatch: whose rows these are.
+        row_ids: [T] int64 rows of the packed routes, -1: none.
+        live_rows: [T] bool, True where the router chooses; None: nowhere.
+        padding_mask: [T] bool, True for slots neither replayed nor live.
+    """
+
+    microbatch: ReplayMicrobatch
+    row_ids: Tensor
+    live_rows: Tensor | None
+    padding_mask: Tensor
+
+    @classmethod
+    def build(cls, microbatch: ReplayMicrobatch) -> "MicrobatchRows":
+        layout = microbatch.layout
+        row_ids = layout.route_row_ids(microbatch.captured)
+        live_rows, mask = None, row_ids < 0
+        if any(microbatch.live_counts):
+            live_ids = layout.row_ids(
+                microbatch.live_counts, starts=microbatch.captured, slice=layout.sequence_parallel
+            )
+            live_rows = live_ids >= 0
+            mask = mask & ~live_rows
+        return cls(microbatch, row_ids, live_rows, mask)
+
+    def model_mask(self, *, scattered_by_model: bool) -> Tensor:
+        """[B, S] bool for the model: whole where it slices the mask itself, else this rank's."""
+        layout = self.microbatch.layout
+        if not layout.sequence_parallel:
+            return layout.to_model(self.padding_mask)
+        if scattered_by_model:
+            return layout.to_model(layout.row_ids(self._covered()) < 0)
+        if layout.format == "thd":
+            return self.padding_mask.unsqueeze(0)
+        return self.padding_mask.view(-1, layout.num_sequences).transpose(0, 1).contiguous()
+
+    def mtp_masks(self, depths: Sequence[int]) -> tuple[Tensor, ...]:
+        """[T] bool for MTP heads: one of depth d sees a position with the token d places on."""
+        layout = self.microbatch.layout
+        return tuple(
+            layout.row_ids(
+                [max(count - depth, 0) for count in self._covered()],
+                slice=layout.sequence_parallel,
+            )
+            < 0
+            for depth in depths
+        )
+
+    def gather_targets(
+        self, positions: Sequence[int], *, num_experts: int, topk: int, ep_size: int
+    ) -> Tensor:
+        """[J, T, K] int32: experts of the layers at these ``positions`` of the captured axis."""
+        routes = self.microbatch.routes
+        assert routes is not None
+        values, layers = routes.values, _as_range(positions)
+        device = resolved(self.microbatch.layout.device)
+        if values.device != device:
+            values, layers = _copy_layers(values, layers, device)
+        spread = self.microbatch.dummy == "spread"
+        topk_ids, _ = gather_routes(
+            values,
+            self.row_ids,
+            layers,
+            num_experts=num_experts,
+            dummy=self.microbatch.dummy,
+            ep_size=ep_size,
+            spread_offset=spread_offset(self.microbatch.layout, topk) if spread else 0,
+        )
+        if CHECK_VALUES and topk > 1:
+            ordered = topk_ids.sort(-1).values
+            distinct = (ordered[..., 1:] != ordered[..., :-1]).all()
+            torch._assert_async(distinct, "ReplaySession: a replayed row repeats an expert")
+        return topk_ids
+
+    def _covered(self) -> list[int]:
+        """Replayed and live positions of each trajectory: a prefix."""
+        captured, live = self.microbatch.captured, self.microbatch.live_counts
+        return [a + b for a, b in zip(captured, live, strict=True)]
+
+
+def _as_range(positions: Sequence[int]) -> range | Sequence[int]:
+    run = range(positions[0], positions[0] + len(positions))
+    return run if list(run) == list(positions) else positions
+
+
+def _copy_layers(
+    values: Tensor, layers: range | Sequence[int], device: torch.device
+) -> tuple[Tensor, range | Sequence[int]]:
+    """Only these layers cross, and from pinned memory the copy does not wait."""
+    if values.is_pinned() and len(layers) == values.shape[1]:
+        return values.to(device, non_blocking=True), layers
+    shape = (values.shape[0], len(layers), values.shape[2])
+    staged = torch.empty(shape, dtype=values.dtype, pin_memory=True)
+    if isinstance(layers, range):
+        staged.copy_(values[:, layers.start : layers.stop])
+    else:
+        torch.index_select(values, 1, torch.tensor(layers), out=staged)
+    return staged.to(device, non_blocking=True), range(len(layers))
