@@ -189,14 +189,14 @@ def _gather_routes_cuda(
     if spread:
         missing = (row_ids < 0).long()
         ordinals = missing.cumsum(0) - missing
-    block_k = triton.next_power_of_2(topk)
+    block_k = 1 << (topk - 1).bit_length()
     packed_row = (
         layers is None
         and layer_step == 1
         and block_k == topk
         and (routes.stride(1) == topk or num_layers == 1)
     )
-    block_l = max(1, min(128 // block_k, triton.next_power_of_2(num_layers)))
+    block_l = max(1, min(128 // block_k, 1 << (num_layers - 1).bit_length()))
     block_m = max(16, 4096 // (block_l * block_k))
     grid = ((num_ids + block_m - 1) // block_m, (num_layers + block_l - 1) // block_l)
     with torch.cuda.device_of(routes):
