@@ -20,26 +20,28 @@ if TYPE_CHECKING:
 _INT32_MAX = 2**31 - 1
 
 
-def align_dense(layout: "TokenLayout", dense: Tensor, fill: int, next_token: bool) -> Tensor:
+def align_dense(layout: "TokenLayout", dense: Tensor, fill: float, next_token: bool) -> Tensor:
     """[B, S, ...] -> [T, ...]; see ``TokenLayout.align``."""
     name = "TokenLayout.align"
     batch, width = layout.num_sequences, layout.batch_width
+    if not isinstance(dense, Tensor):
+        raise TypeError(f"{name}: dense must be a tensor, got {type(dense).__name__}")
     if dense.dim() < 2 or tuple(dense.shape[:2]) != (batch, width):
         raise ValueError(f"{name}: dense must be [{batch}, {width}, ...], got {list(dense.shape)}")
     _check_device(name, "dense", dense, layout)
-    _check_fill(name, fill)
+    whole = _whole(name, fill)
     if batch * width > _INT32_MAX:
         raise ValueError(f"{name}: {batch} x {width} cells exceed int32")
     bases = [i * width + column for i, column in enumerate(layout.first_columns)]
     row_ids = layout._make(bases, layout.lengths, [0] * batch, next_token=next_token)
-    return gather_rows(dense.flatten(0, 1), row_ids, fill=fill)
+    return gather_rows(dense.flatten(0, 1), row_ids, fill=whole)
 
 
-def restore_dense(layout: "TokenLayout", values: Tensor, fill: int) -> Tensor:
+def restore_dense(layout: "TokenLayout", values: Tensor, fill: float) -> Tensor:
     """[T, ...] of this rank -> [B, S - 1, ...]; see ``TokenLayout.restore``."""
     name = "TokenLayout.restore"
     _check_values(name, values, layout)
-    _check_fill(name, fill)
+    _whole(name, fill)
     if layout.cp_size == 1:
         return restore_gathered(layout, [values], fill)
     if layout.cp_group is None:
@@ -56,10 +58,10 @@ def restore_dense(layout: "TokenLayout", values: Tensor, fill: int) -> Tensor:
     return restore_gathered(layout, gathered.chunk(layout.cp_size), fill)
 
 
-def restore_gathered(layout: "TokenLayout", values: Sequence[Tensor], fill: int) -> Tensor:
+def restore_gathered(layout: "TokenLayout", values: Sequence[Tensor], fill: float) -> Tensor:
     """Values of every context-parallel rank -> [B, S - 1, ...]."""
     name = "TokenLayout.restore_gathered"
-    _check_fill(name, fill)
+    whole = _whole(name, fill)
     if len(values) != layout.cp_size:
         raise ValueError(f"{name}: values of {len(values)} ranks for cp_size={layout.cp_size}")
     for rank, part in enumerate(values):
@@ -85,7 +87,7 @@ def restore_gathered(layout: "TokenLayout", values: Sequence[Tensor], fill: int)
         position_major=layout.format == "bshd",
     )
     everyone = values[0] if len(values) == 1 else torch.cat(list(values))
-    restored = gather_rows(everyone, row_ids, fill=fill)
+    restored = gather_rows(everyone, row_ids, fill=whole)
     return restored.reshape(layout.num_sequences, width, *everyone.shape[1:])
 
 
@@ -106,6 +108,8 @@ class _GatherRanks(torch.autograd.Function):
 
 
 def _check_values(name: str, values: Tensor, layout: "TokenLayout") -> None:
+    if not isinstance(values, Tensor):
+        raise TypeError(f"{name}: values must be a tensor, got {type(values).__name__}")
     if values.dim() < 1 or values.shape[0] != layout.num_tokens:
         raise ValueError(
             f"{name}: values must be [{layout.num_tokens}, ...], got {list(values.shape)}"
@@ -113,9 +117,10 @@ def _check_values(name: str, values: Tensor, layout: "TokenLayout") -> None:
     _check_device(name, "values", values, layout)
 
 
-def _check_fill(name: str, fill: object) -> None:
-    if not isinstance(fill, int):
-        raise TypeError(f"{name}: fill must be an integer, got {fill!r}")
+def _whole(name: str, fill: object) -> int:
+    if isinstance(fill, int) or (isinstance(fill, float) and fill.is_integer()):
+        return int(fill)
+    raise TypeError(f"{name}: fill must be a whole number, got {fill!r}")
 
 
 def _check_device(name: str, field: str, tensor: Tensor, layout: "TokenLayout") -> None:

@@ -13,7 +13,6 @@ Source: Megatron-core's ``get_batch_on_this_cp_rank`` (zigzag halves), its seque
 scatter, and ``MoELayer``'s flattening.
 """
 
-import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -26,8 +25,8 @@ from torch import Tensor
 
 from packhorse.kernels.layout import row_ids_op
 from packhorse.replay import align as _align
+from packhorse.replay.host import HostInts, host_ints, host_table, is_int, offsets_of, round_up
 
-HostInts: TypeAlias = Sequence[int] | np.ndarray | Tensor
 Fp8: TypeAlias = bool | Literal["delayed", "tensorwise", "mxfp8", "blockwise"]
 
 _FP8_RECIPES = ("delayed", "tensorwise", "mxfp8", "blockwise")
@@ -134,7 +133,7 @@ class TokenLayout:
             raise ValueError(f"{name}: cp_order must be 'zigzag' or 'contiguous', got {cp_order!r}")
         _check_fp8(name, fp8)
         for kind, size, rank in (("tp", tp_size, tp_rank), ("cp", cp_size, cp_rank)):
-            if not _is_int(size) or not _is_int(rank):
+            if not is_int(size) or not is_int(rank):
                 raise TypeError(
                     f"{name}: {kind}_size={size!r} and {kind}_rank={rank!r} must be integers"
                 )
@@ -144,13 +143,15 @@ class TokenLayout:
         real = host_ints(name, "lengths", lengths)
         if padded_lengths is None:
             if format == "bshd":
-                common = _round_up(max(real, default=0), alignment)
+                common = round_up(max(real, default=0), alignment)
                 padded = (common,) * len(real)
             else:
-                padded = tuple(_round_up(length, alignment) for length in real)
+                padded = tuple(round_up(length, alignment) for length in real)
         else:
             padded = host_ints(name, "padded_lengths", padded_lengths)
         _check_padded(name, format, real, padded, cp_size, cp_order)
+        if batch_width is not None and not is_int(batch_width):
+            raise TypeError(f"{name}: batch_width must be an integer, got {batch_width!r}")
         columns, width = _place_columns(name, real, first_columns, batch_width)
 
         local = [length // cp_size for length in padded]
@@ -162,7 +163,7 @@ class TokenLayout:
         if format == "bshd":
             offsets = [0, local[0] if local else 0]
         else:
-            offsets = list(_offsets_of(local))
+            offsets = list(offsets_of(local))
         place = torch.device(device)
         if place.type == "cuda" and place.index is None:
             place = torch.device("cuda", torch.cuda.current_device())
@@ -181,7 +182,7 @@ class TokenLayout:
             device=place,
             cp_group=cp_group,
             num_tokens=num_tokens,
-            _offsets=_host_table([offsets], len(offsets), place)[0],
+            _offsets=host_table([offsets], len(offsets), place)[0],
         )
 
     # --- sizes ------------------------------------------------------------------------------------
@@ -198,13 +199,15 @@ class TokenLayout:
 
     @property
     def cu_seqlens(self) -> tuple[int, ...]:
-        """[B + 1] offsets of the real tokens, on the host."""
-        return _offsets_of(self.lengths)
+        """[B + 1] offsets of the real tokens, on the host; a tail pad is a sequence without any."""
+        tail = (0,) * (len(self.padded_lengths) - len(self.lengths))
+        return offsets_of(self.lengths + tail)
 
     @property
     def cu_seqlens_padded(self) -> tuple[int, ...]:
-        """[B + 1] offsets of the padded sequences over all context-parallel ranks, on the host."""
-        return _offsets_of(self.padded_lengths)
+        """[B + 1] offsets of the padded sequences (with a tail pad [B + 2]) over all
+        context-parallel ranks, on the host."""
+        return offsets_of(self.padded_lengths)
 
     # --- row ids ----------------------------------------------------------------------------------
 
@@ -302,12 +305,12 @@ class TokenLayout:
 
     # --- dense batches ----------------------------------------------------------------------------
 
-    def align(self, dense: Tensor, fill: int, *, next_token: bool = False) -> Tensor:
+    def align(self, dense: Tensor, fill: float, *, next_token: bool = False) -> Tensor:
         """Bring a dense per-token batch into this rank's token order.
 
         Args:
             dense: [B, S, ...], S the layout's ``batch_width``, on the layout's device.
-            fill: value of slots without a token.
+            fill: value of slots without a token: a whole number that fits the dtype.
             next_token: slot s gets the value of token s + 1.
 
         Returns:
@@ -315,12 +318,12 @@ class TokenLayout:
         """
         return _align.align_dense(self, dense, fill, next_token)
 
-    def restore(self, values: Tensor, fill: int = 0) -> Tensor:
+    def restore(self, values: Tensor, fill: float = 0) -> Tensor:
         """Bring values of this rank's tokens back to the batch; gathers over ``cp_group`` for CP.
 
         Args:
             values: [T, ...], one a slot.
-            fill: value of cells without one.
+            fill: value of cells without one: a whole number that fits the dtype.
 
         Returns:
             [B, S - 1, ...]: position s lands in column ``first_column + s``. Every context-parallel
@@ -329,7 +332,7 @@ class TokenLayout:
         """
         return _align.restore_dense(self, values, fill)
 
-    def restore_gathered(self, values: Sequence[Tensor], fill: int = 0) -> Tensor:
+    def restore_gathered(self, values: Sequence[Tensor], fill: float = 0) -> Tensor:
         """``restore`` from the values of every context-parallel rank, in rank order."""
         return _align.restore_gathered(self, values, fill)
 
@@ -366,7 +369,7 @@ class TokenLayout:
         return values.reshape(self.num_tokens // max(batch, 1), batch, *values.shape[1:])
 
     def _table(self, rows: Sequence[Sequence[int]], width: int) -> Tensor:
-        return _host_table(rows, width, self.device)
+        return host_table(rows, width, self.device)
 
     def _per_trajectory(self, name: str, field: str, values: HostInts) -> tuple[int, ...]:
         listed = host_ints(name, field, values)
@@ -394,7 +397,7 @@ class TokenLayout:
                         f"{name}: trajectory {i} has {length} tokens, but its {count} rows begin"
                         f" at position {start}"
                     )
-        bases = _offsets_of(counts)
+        bases = offsets_of(counts)
         if bases[-1] > _INT32_MAX:
             raise ValueError(f"{name}: {bases[-1]} rows exceed int32")
         return self._make(bases[:-1], counts, first, next_token=next_token, slice=slice)
@@ -465,66 +468,12 @@ def columns_from_mask(attention_mask: Tensor | np.ndarray) -> tuple[list[int], l
     return lengths.tolist(), first.tolist()
 
 
-# --- host integers --------------------------------------------------------------------------------
-
-
-def host_ints(name: str, field: str, values: object) -> tuple[int, ...]:
-    """``values`` as a tuple of Python integers >= 0, without reading a device."""
-    if isinstance(values, Tensor):
-        if values.device.type != "cpu":
-            raise TypeError(f"{name}: {field} must be host integers, got a tensor on a device")
-        values = values.detach().numpy()
-    if isinstance(values, np.ndarray):
-        if values.dtype.kind not in "iu" or values.ndim != 1:
-            raise TypeError(
-                f"{name}: {field} must be one-dimensional integers, got {values.dtype}"
-                f" {list(values.shape)}"
-            )
-        values = values.tolist()
-    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
-        raise TypeError(f"{name}: {field} must be a sequence of host integers, got {values!r}")
-    if not set(map(type, values)) <= {int}:  # bool is not int here
-        for i, value in enumerate(values):
-            if not _is_int(value):
-                raise TypeError(
-                    f"{name}: {field} of trajectory {i} must be a host integer, got {value!r}"
-                )
-        values = [int(value) for value in values]
-    if min(values, default=0) < 0:
-        i = next(i for i, value in enumerate(values) if value < 0)
-        raise ValueError(f"{name}: {field} of trajectory {i} must be >= 0, got {values[i]}")
-    return tuple(values)
-
-
-def _offsets_of(lengths: Sequence[int]) -> tuple[int, ...]:
-    return tuple(itertools.accumulate(lengths, initial=0))
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def _host_table(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor:
-    """[len(rows), width] int32 on ``device`` by one asynchronous copy; short rows end in zeros."""
-    flat: list[int] = []
-    for row in rows:
-        flat += row
-        flat += [0] * (width - len(row))
-    table = torch.empty((len(rows), width), dtype=torch.int32, pin_memory=device.type == "cuda")
-    table.numpy().reshape(-1)[:] = flat
-    return table.to(device, non_blocking=True)
-
-
 # --- checks ---------------------------------------------------------------------------------------
 
 
 def _check_fp8(name: str, fp8: object) -> None:
     if not isinstance(fp8, bool) and fp8 not in _FP8_RECIPES:
         raise ValueError(f"{name}: fp8 must be True, False or one of {_FP8_RECIPES}, got {fp8!r}")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _check_padded(

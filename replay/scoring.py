@@ -30,7 +30,8 @@ from packhorse.kernels.support import (
     support_logprobs,
 )
 from packhorse.packed.tensor import PackedTensor
-from packhorse.replay.layout import HostInts, TokenLayout, host_ints
+from packhorse.replay.host import HostInts, host_ints
+from packhorse.replay.layout import TokenLayout
 
 #: ``status``: scored over the whole vocabulary; the others are those of ``support_logprobs``.
 SCORED_FULL: Final = SAMPLED_IMPOSSIBLE + 1

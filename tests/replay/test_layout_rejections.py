@@ -73,6 +73,7 @@ META = torch.ones(2, dtype=torch.int64, device="meta")
             ["5", "tp_size", "2"],
         ),
         ({"batch_width": 4}, ValueError, ["batch_width", "trajectory 1"]),
+        ({"batch_width": 6.0}, TypeError, ["batch_width", "6.0"]),
         (
             {"batch_width": 6, "first_columns": [0, 2]},
             ValueError,
@@ -161,6 +162,13 @@ def test_build_rejects(arguments, error, parts):
         (lambda layout: layout.align(torch.zeros(3, 6), 0), ValueError, ["align", "dense", "2"]),
         (lambda layout: layout.align(torch.zeros(6), 0), ValueError, ["align", "dense"]),
         (lambda layout: layout.align(torch.zeros(2, 6), 1.5), TypeError, ["align", "fill"]),
+        (lambda layout: layout.align([[1]], 0), TypeError, ["align", "dense", "list"]),
+        (lambda layout: layout.restore([1], 0), TypeError, ["restore", "values", "list"]),
+        (
+            lambda layout: layout.restore(torch.zeros(9), float("nan")),
+            TypeError,
+            ["restore", "fill", "nan"],
+        ),
         (lambda layout: layout.restore(torch.zeros(9), 1.5), TypeError, ["restore", "fill"]),
         (lambda layout: layout.restore(torch.zeros(8)), ValueError, ["restore", "values", "8"]),
         (
@@ -185,6 +193,17 @@ def test_build_rejects(arguments, error, parts):
 def test_a_layout_rejects(call, error, parts):
     layout = TokenLayout.build([4, 5], batch_width=6)
     assert_rejected(lambda: call(layout), error, *parts)
+
+
+def test_a_tail_pad_is_a_sequence_without_tokens():
+    layout = TokenLayout.build([4, 5], padded_lengths=[6, 6, 2])
+    assert layout.cu_seqlens == (0, 4, 9, 9)
+    assert layout.cu_seqlens_padded == (0, 6, 12, 14)
+
+
+def test_a_fill_may_be_written_as_a_float():
+    layout = TokenLayout.build([2, 1])
+    assert layout.restore(torch.ones(3), -9999.0).tolist() == [[1.0], [-9999.0]]
 
 
 def test_a_response_as_long_as_its_trajectory_is_named():

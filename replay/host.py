@@ -1,0 +1,63 @@
+"""Host integers of a layout: checked, without reading a device, and their way to one."""
+
+import itertools
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+#: One integer a trajectory, on the host.
+HostInts: TypeAlias = Sequence[int] | np.ndarray | Tensor
+
+
+def is_int(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def host_ints(name: str, field: str, values: object) -> tuple[int, ...]:
+    """``values`` as a tuple of Python integers >= 0, without reading a device."""
+    if isinstance(values, Tensor):
+        if values.device.type != "cpu":
+            raise TypeError(f"{name}: {field} must be host integers, got a tensor on a device")
+        values = values.detach().numpy()
+    if isinstance(values, np.ndarray):
+        if values.dtype.kind not in "iu" or values.ndim != 1:
+            raise TypeError(
+                f"{name}: {field} must be one-dimensional integers, got {values.dtype}"
+                f" {list(values.shape)}"
+            )
+        values = values.tolist()
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise TypeError(f"{name}: {field} must be a sequence of host integers, got {values!r}")
+    if not set(map(type, values)) <= {int}:  # bool is not int here
+        for i, value in enumerate(values):
+            if not is_int(value):
+                raise TypeError(
+                    f"{name}: {field} of trajectory {i} must be a host integer, got {value!r}"
+                )
+        values = [int(value) for value in values]
+    if min(values, default=0) < 0:
+        i = next(i for i, value in enumerate(values) if value < 0)
+        raise ValueError(f"{name}: {field} of trajectory {i} must be >= 0, got {values[i]}")
+    return tuple(values)
+
+
+def offsets_of(lengths: Sequence[int]) -> tuple[int, ...]:
+    return tuple(itertools.accumulate(lengths, initial=0))
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def host_table(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor:
+    """[len(rows), width] int32 on ``device`` by one asynchronous copy; short rows end in zeros."""
+    flat: list[int] = []
+    for row in rows:
+        flat += row
+        flat += [0] * (width - len(row))
+    table = torch.empty((len(rows), width), dtype=torch.int32, pin_memory=device.type == "cuda")
+    table.numpy().reshape(-1)[:] = flat
+    return table.to(device, non_blocking=True)
