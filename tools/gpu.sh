@@ -6,6 +6,7 @@
 #
 #   RESULTS=DIR      where the JSON lines go (default benchmarks/results): one file a benchmark, and
 #                    stages.jsonl with each stage's exit code and seconds
+#   BENCH_COMMIT=C   the commit to name in the lines, for a copy of the tree without its history
 #   STAGE_SECONDS=N  the most one stage may take (default 900)
 #
 # PYTHON needs torch, triton, numpy, pytest and hypothesis; packhorse need not be installed. Without
@@ -30,6 +31,7 @@ if ! gpu=$("$python" -c 'import torch; print(torch.cuda.get_device_name())' 2>/d
 fi
 mkdir -p "$results"
 results=$(cd "$results" && pwd)
+commit=${BENCH_COMMIT:-$(git describe --always --dirty 2>/dev/null || echo unknown)}
 
 stage() { # NAME COMMAND...
     local name=$1 begin=$SECONDS code=0
@@ -38,8 +40,9 @@ stage() { # NAME COMMAND...
     timeout "${STAGE_SECONDS:-900}" "$@" || code=$?
     [ "$code" -eq 0 ] || status=1
     echo "== $name: exit code $code, $((SECONDS - begin)) s"
-    printf '{"stage": "%s", "exit_code": %d, "seconds": %d, "gpu": "%s", "date": "%s"}\n' \
-        "$name" "$code" "$((SECONDS - begin))" "$gpu" "$(date +%F)" >>"$results/stages.jsonl"
+    printf '{"stage": "%s", "exit_code": %d, "seconds": %d, "gpu": "%s", "commit": "%s", "date": "%s"}\n' \
+        "$name" "$code" "$((SECONDS - begin))" "$gpu" "$commit" "$(date +%F)" \
+        >>"$results/stages.jsonl"
 }
 
 has_module() {
