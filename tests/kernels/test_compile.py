@@ -80,6 +80,7 @@ def gather_routes(
     store_bits: int,
     spread: bool = False,
     out: torch.dtype = i32,
+    registers: int = 128,
 ) -> Launch:
     """``layers``: a range of captured layers, or how many a table on the device lists."""
 
@@ -91,7 +92,7 @@ def gather_routes(
             256, spread, 8 if spread else 1, 3 if spread else 0, out,
         )  # fmt: skip
 
-    return Launch("_gather_routes_kernel", run, 128, (load_bits, 0.9), (store_bits, 0.9))
+    return Launch("_gather_routes_kernel", run, registers, (load_bits, 0.9), (store_bits, 0.9))
 
 
 LAUNCHES = {
@@ -127,7 +128,7 @@ LAUNCHES = {
     ),
     "routes listed 5 of 48x6 uint8": gather_routes((48, 6), u8, 5, load_bits=8, store_bits=32),
     "routes listed 5 of 48x6 uint8 spread to int64": gather_routes(
-        (48, 6), u8, 5, load_bits=8, store_bits=64, spread=True, out=i64
+        (48, 6), u8, 5, load_bits=8, store_bits=64, spread=True, out=i64, registers=192
     ),
 }
 
