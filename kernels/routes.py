@@ -321,7 +321,9 @@ def _resolve_layers(
                 f" got {tuple(layers.shape)} {layers.dtype} on {layers.device}"
             )
         return layers.contiguous(), 0, 1, layers.shape[0]
-    if len(layers) and (min(layers) < 0 or max(layers) >= captured):
+    is_range = isinstance(layers, range)  # its ends are its extremes
+    ends = (layers[0], layers[-1]) if is_range and layers else layers
+    if len(layers) and (min(ends) < 0 or max(ends) >= captured):
         layer = next(layer for layer in layers if not 0 <= layer < captured)
         raise ValueError(f"{name}: layer {layer} is not in [0, {captured})")
     if isinstance(layers, range):

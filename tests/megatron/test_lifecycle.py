@@ -1,5 +1,8 @@
 """One schedule: what begins it, what ends it, and that nothing stays."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -110,20 +113,37 @@ def test_a_refused_schedule_leaves_the_routers_alone():
     assert_clean(model, before)
 
 
-def test_no_tensor_of_a_schedule_is_kept_alive():
-    import gc
-    import weakref
-
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_tensor_of_a_schedule_is_kept_alive(fails):
+    """Nor by the traceback of an exception that is being handled."""
     model = build_model(**FULL)
     session = make_session(model)
     batch = make_batch()
-    with session.schedule([batch.microbatch]):
-        step = session.begin(model)
-        mask = weakref.ref(routers_of(model)[0].router_replay._open.targets)
-        model(**batch.inputs, padding_mask=step.padding_mask).mean().backward()
-        del step
+
+    def run():
+        with session.schedule([batch.microbatch]):
+            step = session.begin(model)
+            opened = routers_of(model)[0].router_replay._open
+            tensors = [weakref.ref(opened.targets), weakref.ref(opened.padding_masks[0])]
+            del opened
+            output = model(**batch.inputs, padding_mask=step.padding_mask).mean()
+            del step
+            if fails:
+                del output
+                error = RuntimeError("out of memory")
+                error.tensors = tensors
+                raise error
+            output.backward()
+        return tensors
+
+    if fails:
+        with pytest.raises(RuntimeError, match="out of memory") as caught:
+            run()
+        tensors = caught.value.tensors
+    else:
+        tensors = run()
     gc.collect()
-    assert mask() is None
+    assert [tensor() for tensor in tensors] == [None, None]
 
 
 def test_the_report_counts_what_ran():
