@@ -90,9 +90,10 @@ def _make_row_ids_kernel(
     POSITION_MAJOR: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    ids = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # int64 for the bound and the address: the last block may pass 2**31 slots
+    ids = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     in_bounds = ids < num_ids
-    slots = ids + first_id
+    slots = tl.where(in_bounds, ids + first_id, 0).to(tl.int32)
     if POSITION_MAJOR:
         sequence = slots % num_sequences
         local = slots // num_sequences

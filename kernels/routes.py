@@ -13,6 +13,7 @@ Sizes: N packed rows, L captured layers, J layers of this rank, M row ids, K exp
 E experts.
 """
 
+import operator
 from collections.abc import Sequence
 from typing import Literal
 
@@ -190,12 +191,7 @@ def _gather_routes_cuda(
         missing = (row_ids < 0).long()
         ordinals = missing.cumsum(0) - missing
     block_k = 1 << (topk - 1).bit_length()
-    packed_row = (
-        layers is None
-        and layer_step == 1
-        and block_k == topk
-        and (routes.stride(1) == topk or num_layers == 1)
-    )
+    packed_row = layers is None and layer_step == 1 and block_k == topk and routes.stride(1) == topk
     block_l = max(1, min(128 // block_k, 1 << (num_layers - 1).bit_length()))
     block_m = max(16, 4096 // (block_l * block_k))
     grid = ((num_ids + block_m - 1) // block_m, (num_layers + block_l - 1) // block_l)
@@ -271,7 +267,8 @@ def gather_routes(
     Raises:
         TypeError: a dtype is unsupported.
         ValueError: a shape, device, layer or count is wrong. The ids themselves are not read, since
-            that would stall the GPU; ``PACKHORSE_CHECK=1`` checks row_ids and routes.
+            that would stall the GPU; ``PACKHORSE_CHECK=1`` checks row_ids, routes and a table of
+            layers.
 
     Source: ``RouterReplay.target_topk_idx`` of Megatron-core takes one layer's [M, K].
     """
@@ -303,6 +300,9 @@ def gather_routes(
         torch._assert_async(in_range, f"{name}: a row id is outside [-1, {routes.shape[0]})")
         known = ((routes >= 0) & (routes < num_experts)).all()
         torch._assert_async(known, f"{name}: an expert is outside [0, {num_experts})")
+        if table is not None:
+            listed = ((table >= 0) & (table < routes.shape[1])).all()
+            torch._assert_async(listed, f"{name}: a layer is outside [0, {routes.shape[1]})")
     return _gather_routes_op(
         routes, row_ids, table, first_layer, layer_step, num_layers, num_experts,
         dummy == "spread", ep_size, spread_offset, dtype,
@@ -328,7 +328,10 @@ def _resolve_layers(
         raise ValueError(f"{name}: layer {layer} is not in [0, {captured})")
     if isinstance(layers, range):
         return None, layers.start, layers.step, len(layers)
-    listed = list(layers)
+    try:
+        listed = [operator.index(layer) for layer in layers]
+    except TypeError:
+        raise TypeError(f"{name}: layers must be integers, got {list(layers)!r}") from None
     first = listed[0] if listed else 0
     step = listed[1] - first if len(listed) > 1 else 1
     if listed == [first + step * i for i in range(len(listed))]:

@@ -157,6 +157,9 @@ def test_strided_routes(device):
     check(routes[:, ::2], row_ids, range(3), num_experts=9)
     check(routes[:, :, ::2], row_ids, range(6), num_experts=9)
     check(routes.transpose(0, 1), row_ids, range(12), num_experts=9)
+    for one_layer in (range(1, 2), [2]):
+        check(routes[:, ::2], row_ids, one_layer, num_experts=9)
+        check(routes[:, :, :2], row_ids, one_layer, num_experts=9)
 
 
 def test_empty_inputs(device):
@@ -241,6 +244,7 @@ ROUTES, IDS = torch.zeros(2, 3, 4, dtype=torch.uint8), torch.zeros(2, dtype=torc
         (ROUTES, IDS, {"dtype": torch.int16}, TypeError, "dtype must be int32 or int64"),
         (ROUTES, IDS, {"layers": [0, 3]}, ValueError, r"layer 3 is not in \[0, 3\)"),
         (ROUTES, IDS, {"layers": [-1]}, ValueError, "layer -1 is not in"),
+        (ROUTES, IDS, {"layers": [1.0]}, TypeError, "layers must be integers"),
         (ROUTES, IDS, {"layers": IDS}, ValueError, r"layers as a tensor must be \[J\] int32"),
         (ROUTES, IDS, {"num_experts": 3}, ValueError, "num_experts=3"),
         (ROUTES, IDS, {"dummy": "zeros"}, ValueError, "dummy must be"),
