@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from packhorse.kernels.restore import make_restore_row_ids
-from packhorse.kernels.rows import gather_rows
+from packhorse.kernels.rows import fill_fits, gather_rows
+from packhorse.packed.host import INT32_MAX
 
 if TYPE_CHECKING:
     from packhorse.replay.layout import TokenLayout
-
-_INT32_MAX = 2**31 - 1
 
 
 def align_dense(layout: "TokenLayout", dense: Tensor, fill: float, next_token: bool) -> Tensor:
@@ -29,8 +28,8 @@ def align_dense(layout: "TokenLayout", dense: Tensor, fill: float, next_token: b
     if dense.dim() < 2 or tuple(dense.shape[:2]) != (batch, width):
         raise ValueError(f"{name}: dense must be [{batch}, {width}, ...], got {list(dense.shape)}")
     _check_device(name, "dense", dense, layout)
-    whole = _whole(name, fill)
-    if batch * width > _INT32_MAX:
+    whole = _whole(name, fill, dense.dtype)
+    if batch * width > INT32_MAX:
         raise ValueError(f"{name}: {batch} x {width} cells exceed int32")
     bases = [i * width + column for i, column in enumerate(layout.first_columns)]
     row_ids = layout._make(bases, layout.lengths, [0] * batch, next_token=next_token)
@@ -41,7 +40,7 @@ def restore_dense(layout: "TokenLayout", values: Tensor, fill: float) -> Tensor:
     """[T, ...] of this rank -> [B, S - 1, ...]; see ``TokenLayout.restore``."""
     name = "TokenLayout.restore"
     _check_values(name, values, layout)
-    _whole(name, fill)
+    _whole(name, fill, values.dtype)
     if layout.cp_size == 1:
         return restore_gathered(layout, [values], fill)
     if layout.cp_group is None:
@@ -61,7 +60,6 @@ def restore_dense(layout: "TokenLayout", values: Tensor, fill: float) -> Tensor:
 def restore_gathered(layout: "TokenLayout", values: Sequence[Tensor], fill: float) -> Tensor:
     """Values of every context-parallel rank -> [B, S - 1, ...]."""
     name = "TokenLayout.restore_gathered"
-    whole = _whole(name, fill)
     if len(values) != layout.cp_size:
         raise ValueError(f"{name}: values of {len(values)} ranks for cp_size={layout.cp_size}")
     for rank, part in enumerate(values):
@@ -75,6 +73,7 @@ def restore_gathered(layout: "TokenLayout", values: Sequence[Tensor], fill: floa
                 f"{name}: values of rank {rank} are {list(part.shape)}, those of rank 0"
                 f" {list(values[0].shape)}"
             )
+    whole = _whole(name, fill, values[0].dtype)
     width = max(layout.batch_width - 1, 0)
     columns = layout._table((layout.first_columns, layout.lengths), layout.num_sequences)
     row_ids = make_restore_row_ids(
@@ -117,10 +116,12 @@ def _check_values(name: str, values: Tensor, layout: "TokenLayout") -> None:
     _check_device(name, "values", values, layout)
 
 
-def _whole(name: str, fill: object) -> int:
-    if isinstance(fill, int) or (isinstance(fill, float) and fill.is_integer()):
-        return int(fill)
-    raise TypeError(f"{name}: fill must be a whole number, got {fill!r}")
+def _whole(name: str, fill: object, dtype: torch.dtype) -> int:
+    if not isinstance(fill, int) and not (isinstance(fill, float) and fill.is_integer()):
+        raise TypeError(f"{name}: fill must be a whole number, got {fill!r}")
+    if not fill_fits(int(fill), dtype):
+        raise ValueError(f"{name}: fill={fill} does not fit {dtype}")
+    return int(fill)
 
 
 def _check_device(name: str, field: str, tensor: Tensor, layout: "TokenLayout") -> None:

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from packhorse.kernels.layout import row_ids_op
+from packhorse.packed.host import INT32_MAX
 from packhorse.replay import align as _align
 from packhorse.replay.host import HostInts, host_ints, host_table, is_int, offsets_of, round_up
 
 Fp8: TypeAlias = bool | Literal["delayed", "tensorwise", "mxfp8", "blockwise"]
 
 _FP8_RECIPES = ("delayed", "tensorwise", "mxfp8", "blockwise")
-_INT32_MAX = 2**31 - 1
 
 
 def sequence_alignment(tp_size: int = 1, cp_size: int = 1, fp8: Fp8 = False) -> int:
@@ -40,7 +40,13 @@ def sequence_alignment(tp_size: int = 1, cp_size: int = 1, fp8: Fp8 = False) -> 
     the recipe's blocks need: 16 * CP (``True``, "delayed", "tensorwise"), 32 * TP * CP ("mxfp8"),
     128 * TP * CP or, without TP, 16 * CP ("blockwise").
     """
-    _check_fp8("sequence_alignment", fp8)
+    name = "sequence_alignment"
+    _check_fp8(name, fp8)
+    for kind, size in (("tp", tp_size), ("cp", cp_size)):
+        if not is_int(size):
+            raise TypeError(f"{name}: {kind}_size must be an integer, got {size!r}")
+        if size < 1:
+            raise ValueError(f"{name}: {kind}_size must be >= 1, got {size}")
     tokens = tp_size if cp_size == 1 else 2 * tp_size * cp_size
     if fp8 is False:
         return tokens
@@ -150,13 +156,16 @@ class TokenLayout:
         else:
             padded = host_ints(name, "padded_lengths", padded_lengths)
         _check_padded(name, format, real, padded, cp_size, cp_order)
-        if batch_width is not None and not is_int(batch_width):
-            raise TypeError(f"{name}: batch_width must be an integer, got {batch_width!r}")
+        if batch_width is not None:
+            if not is_int(batch_width):
+                raise TypeError(f"{name}: batch_width must be an integer, got {batch_width!r}")
+            if batch_width < 0:
+                raise ValueError(f"{name}: batch_width must be >= 0, got {batch_width}")
         columns, width = _place_columns(name, real, first_columns, batch_width)
 
         local = [length // cp_size for length in padded]
         num_tokens = sum(local)
-        if num_tokens * cp_size > _INT32_MAX:
+        if num_tokens * cp_size > INT32_MAX:
             raise ValueError(f"{name}: {num_tokens * cp_size} padded tokens exceed int32")
         if sequence_parallel:
             _check_slice(name, format, num_tokens, len(real), tp_size)
@@ -238,8 +247,8 @@ class TokenLayout:
         """
         name = "TokenLayout.row_ids"
         counts = self._per_trajectory(name, "segment_lengths", segment_lengths)
-        if isinstance(starts, int) and not isinstance(starts, bool):
-            first: tuple[int, ...] = (starts,) * len(counts)
+        if is_int(starts):
+            first: tuple[int, ...] = (int(cast(int, starts)),) * len(counts)
         else:
             first = self._per_trajectory(name, "starts", cast(HostInts, starts))
         return self._row_ids(name, counts, first, next_token, slice)
@@ -398,7 +407,7 @@ class TokenLayout:
                         f" at position {start}"
                     )
         bases = offsets_of(counts)
-        if bases[-1] > _INT32_MAX:
+        if bases[-1] > INT32_MAX:
             raise ValueError(f"{name}: {bases[-1]} rows exceed int32")
         return self._make(bases[:-1], counts, first, next_token=next_token, slice=slice)
 

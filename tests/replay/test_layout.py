@@ -492,7 +492,15 @@ def test_a_sequence_shorter_than_two_chunks_a_rank_is_padded_to_them(device):
             PAD if row < 0 else 9 for row in row_ids
         ]
         by_rank.append(layout.align(ids([7, 8, 9], device).view(1, 3), PAD))
-    assert layout.restore_gathered(by_rank).tolist() == [[0, 0]]  # its only token has no next one
+    # its only token has no next one
+    assert layout.restore_gathered(by_rank, fill=5).tolist() == [[5, 5]]
+    three = [
+        TokenLayout.build([3], cp_size=2, cp_rank=rank, batch_width=4, device=device)
+        for rank in (0, 1)
+    ]
+    dense = ids([6, 7, 8, 9], device).view(1, 4)
+    parts = [layout.align(dense, PAD) for layout in three]
+    assert three[0].restore_gathered(parts, fill=5).tolist() == [[5, 7, 8]]
 
 
 @pytest.mark.parametrize("fp8", FP8)

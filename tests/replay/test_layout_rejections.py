@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
-from packhorse.replay.layout import TokenLayout, columns_from_mask
+from packhorse.replay.layout import TokenLayout, columns_from_mask, sequence_alignment
 
 
 def assert_rejected(
@@ -74,6 +75,7 @@ META = torch.ones(2, dtype=torch.int64, device="meta")
         ),
         ({"batch_width": 4}, ValueError, ["batch_width", "trajectory 1"]),
         ({"batch_width": 6.0}, TypeError, ["batch_width", "6.0"]),
+        ({"lengths": [], "batch_width": -3}, ValueError, ["batch_width", "-3"]),
         (
             {"batch_width": 6, "first_columns": [0, 2]},
             ValueError,
@@ -165,6 +167,11 @@ def test_build_rejects(arguments, error, parts):
         (lambda layout: layout.align([[1]], 0), TypeError, ["align", "dense", "list"]),
         (lambda layout: layout.restore([1], 0), TypeError, ["restore", "values", "list"]),
         (
+            lambda layout: layout.align(torch.zeros(2, 6, dtype=torch.uint8), -1),
+            ValueError,
+            ["align", "fill", "-1", "uint8"],
+        ),
+        (
             lambda layout: layout.restore(torch.zeros(9), float("nan")),
             TypeError,
             ["restore", "fill", "nan"],
@@ -193,6 +200,18 @@ def test_build_rejects(arguments, error, parts):
 def test_a_layout_rejects(call, error, parts):
     layout = TokenLayout.build([4, 5], batch_width=6)
     assert_rejected(lambda: call(layout), error, *parts)
+
+
+def test_starts_may_be_a_numpy_integer():
+    layout = TokenLayout.build([3])
+    assert layout.row_ids([2], np.int64(1)).tolist() == [-1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "part"), [((0, 1), ValueError, "tp_size"), ((1, "2"), TypeError, "cp_size")]
+)
+def test_alignment_rejects_sizes(sizes, error, part):
+    assert_rejected(lambda: sequence_alignment(*sizes), error, "sequence_alignment", part)
 
 
 def test_a_tail_pad_is_a_sequence_without_tokens():
