@@ -408,8 +408,6 @@ class _Schedule:
         microbatch = self._microbatches[index]
         layout = microbatch.layout
         targets, mtp = self._targets[chunk.index], self._mtp[chunk.index]
-        for target in (*targets, *mtp):
-            target.close()
         if index not in self._rows:
             self._rows[index] = MicrobatchRows.build(microbatch)
         rows = self._rows[index]

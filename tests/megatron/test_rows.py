@@ -14,6 +14,7 @@ from tests.megatron.helpers import (
     build_model,
     make_batch,
     make_session,
+    megatron_version,
     routers_of,
     run_megatron,
     run_schedule,
@@ -225,6 +226,34 @@ def test_mtp_heads_count_the_tokens_that_have_a_token_to_embed(mode, heads):
                         counts[expert] += 1
         assert head.local_tokens_per_expert.tolist() == counts
         assert sum(counts) == TOPK * (5 + 4 - 2 * depth)
+
+
+@pytest.mark.parametrize("mode", ["none", "full uniform", "moe"])
+def test_a_repeated_mtp_layer_counts_each_depth_by_its_own_mask(mode):
+    """One router, called once a depth; recompute comes to the last call first."""
+    if megatron_version() < (0, 17):
+        pytest.skip("mtp_use_repeated_layer came with 0.17")
+    if megatron_version() == (0, 18) and mode == "full uniform":
+        pytest.skip("0.18 cannot recompute MTP at all")
+    model = build_model(
+        num_layers=2, mtp_num_layers=2, mtp_use_repeated_layer=True, **RECOMPUTE[mode]
+    )
+    batches = [make_batch((6, 4), num_layers=2, captured=(c, 4), seed=c) for c in (5, 2)]
+    with RouteLog() as log:
+        run_schedule(make_session(model, 2), model, batches)
+    (head,) = routers_of(model, mtp=True)
+    calls = log.of(head, recompute=False)
+    assert len(calls) == 4
+    counts = [0] * EXPERTS
+    for call, (lengths, depth) in zip(
+        calls, [((5, 4), 1), ((5, 4), 2), ((2, 4), 1), ((2, 4), 2)], strict=True
+    ):
+        for s in range(6):
+            for i, captured in enumerate(lengths):
+                if s + depth < captured:
+                    for expert in call[2 * s + i]:
+                        counts[expert] += 1
+    assert head.local_tokens_per_expert.tolist() == counts
 
 
 def test_a_model_without_expert_bias_takes_no_shim():
