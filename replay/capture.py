@@ -12,16 +12,26 @@ a token.
 
 import itertools
 import json
+import math
+import warnings
 import zipfile
-import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from packhorse.packed.collate import SupportRows, check_logprobs, pack_routes, pack_support
+from packhorse.packed.collate import (
+    LOGPROBS_FIELD,
+    ROUTES_FIELD,
+    SUPPORT_FIELD,
+    SupportRows,
+    check_logprobs,
+    pack_routes,
+    pack_support,
+)
 from packhorse.packed.tensor import PackedTensor
 
 #: Fields that every capture has: name -> number of dimensions.
@@ -48,6 +58,14 @@ OPTIONAL = {
 }
 
 _NAME = "Capture.load"
+
+#: npy format -> reader of its header. (3.0 is for structured dtypes with other letters.)
+_READ_HEADER = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+#: No deflated byte stands for more than this many (zlib's technical notes: 1032).
+_DEFLATE_RATIO = 1040
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,12 +129,13 @@ class Capture:
                 all.
 
         Raises:
+            TypeError: an argument has a wrong type.
             ValueError: the file is missing, truncated or no archive; a field is missing, of another
                 type or shape, or does not fit the others; an id is not below ``num_experts`` or
                 ``vocab_size``; an expert is repeated in a row; a trajectory has more route rows
                 than tokens, or too few for its last response token; a response token has no
                 candidates, or was sampled from outside them; a logprob is not finite or above 0.
-                One line, naming the trajectory.
+                One line, naming the file, the field and the trajectory.
         """
         path = Path(path)
         fields = _read(path)
@@ -143,26 +162,32 @@ class Capture:
         lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
         _check_coverage(fail, prompts, responses, routes)
 
-        return cls(
-            path=path,
-            num_experts=experts,
-            vocab_size=vocabulary,
-            prompt_ids=tuple(prompts),
-            response_ids=tuple(responses),
-            sampled_logprobs=tuple(check_logprobs(logprobs, [len(r) for r in responses])),
-            routes=pack_routes(
+        with _naming(fail, LOGPROBS_FIELD, "sampled_logprobs"):
+            checked_logprobs = check_logprobs(logprobs, [len(r) for r in responses])
+        with _naming(fail, ROUTES_FIELD, "routed_experts"):
+            packed_routes = pack_routes(
                 routes,
                 lengths,
                 num_experts=experts,
                 topk=fields["routed_experts"].shape[2] if topk is None else topk,
                 num_layers=fields["routed_experts"].shape[1] if num_layers is None else num_layers,
                 moe_layers=moe_layers,
-            ),
-            support=pack_support(
+            )
+        with _naming(fail, SUPPORT_FIELD, "support_ids"):
+            packed_support = pack_support(
                 SupportRows(fields["support_ids"], fields["support_offsets"]),
                 [ids.tolist() for ids in responses],
                 vocab_size=vocabulary,
-            ),
+            )
+        return cls(
+            path=path,
+            num_experts=experts,
+            vocab_size=vocabulary,
+            prompt_ids=tuple(prompts),
+            response_ids=tuple(responses),
+            sampled_logprobs=tuple(checked_logprobs),
+            routes=packed_routes,
+            support=packed_support,
             optional={name: fields[name] for name in OPTIONAL if name in fields},
             meta=meta,
         )
@@ -181,37 +206,84 @@ class _Failure:
         return ValueError(f"{_NAME}: {self.path}: {message}")
 
 
-def _read(path: Path) -> dict[str, np.ndarray]:
-    fail = _Failure(path)
-    wanted = [*REQUIRED, *OPTIONAL, "meta"]
+@contextmanager
+def _naming(fail: _Failure, field: str, own: str) -> Iterator[None]:
+    """Errors of the functions that pack, in the words of the file: ``field`` is its ``own``."""
     try:
-        archive = np.load(path, allow_pickle=False)
-    except OSError as error:
-        raise fail(error.strerror or _first_line(error)) from error
-    except (zipfile.BadZipFile, EOFError, ValueError) as error:
-        raise fail("truncated, or not an .npz archive") from error
-    if not isinstance(archive, np.lib.npyio.NpzFile):
-        raise fail("not an .npz archive")
-    with archive:
-        fields = {name: _read_field(fail, archive, name) for name in wanted if name in archive}
-    missing = [name for name in REQUIRED if name not in fields]
-    if missing:
-        raise fail(f"field {missing[0]} is missing")
+        yield
+    except TypeError as error:  # an argument: the fields' dtypes are known to be right
+        raise TypeError(f"{_NAME}: {_without_function(error)}") from error
+    except ValueError as error:
+        raise fail(_without_function(error).replace(field, own)) from error
+    except (MemoryError, RuntimeError) as error:  # RuntimeError: torch has no memory either
+        raise fail(f"{own} cannot be packed ({_first_line(error)})") from error
+
+
+def _without_function(error: Exception) -> str:
+    head, _, tail = str(error).partition(": ")
+    return tail or head
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    """The fields that are read here, each with the size its header and the archive agree on."""
+    fail = _Failure(path)
+    # zipfile, zlib, tokenize and numpy raise what they like for broken bytes, and warn
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            file_bytes = path.stat().st_size
+            archive = zipfile.ZipFile(path)
+        except OSError as error:
+            raise fail(error.strerror or _first_line(error)) from error
+        except Exception as error:
+            raise fail(f"truncated, or not an .npz archive ({_first_line(error)})") from error
+        with archive:
+            members: dict[str, zipfile.ZipInfo] = {}
+            for member in archive.infolist():
+                name = member.filename.removesuffix(".npy")
+                if name in members:
+                    raise fail(f"field {name!r} is twice in the archive")
+                members[name] = member
+            missing = [name for name in REQUIRED if name not in members]
+            if missing:
+                raise fail(f"field {missing[0]} is missing")
+            fields = {}
+            for name in (*REQUIRED, *OPTIONAL, "meta"):
+                if name not in members:
+                    continue
+                try:
+                    fields[name] = _read_field(archive, members[name], file_bytes)
+                except Exception as error:
+                    raise fail(f"field {name} cannot be read ({_first_line(error)})") from error
     return fields
 
 
-def _read_field(fail: _Failure, archive: Any, name: str) -> np.ndarray:
-    try:
-        value = archive[name]
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise fail(f"field {name} cannot be read ({_first_line(error)})") from error
-    if not isinstance(value, np.ndarray):
-        raise fail(f"field {name} is not an array")
-    return value
+def _read_field(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file_bytes: int) -> np.ndarray:
+    """One array. Nothing is allocated before its size is known to be in the file."""
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ValueError(f"compression method {member.compress_type}")
+    most = member.compress_size
+    if member.compress_type == zipfile.ZIP_DEFLATED:
+        most *= _DEFLATE_RATIO
+    if member.compress_size > file_bytes or member.file_size > most:
+        raise ValueError(f"{member.file_size} bytes in a file of {file_bytes}")
+    with archive.open(member) as stream:
+        version = np.lib.format.read_magic(stream)
+        if version not in _READ_HEADER:
+            raise ValueError(f"format {version[0]}.{version[1]}")
+        shape, _, dtype = _READ_HEADER[version](stream)
+        if dtype.hasobject:
+            raise ValueError("pickled objects")
+        num_bytes, held = math.prod(shape) * dtype.itemsize, member.file_size - stream.tell()
+        if min(shape, default=0) < 0 or num_bytes != held:
+            raise ValueError(f"{dtype} {list(shape)} in {held} bytes")
+    with archive.open(member) as stream:
+        return np.lib.format.read_array(stream, allow_pickle=False)
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """What an error says, or else what it is."""
+    return (str(error).splitlines() or [""])[0] or type(error).__name__
 
 
 def _meta(fail: _Failure, fields: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -222,7 +294,7 @@ def _meta(fail: _Failure, fields: dict[str, np.ndarray]) -> dict[str, Any]:
         raise fail(f"meta must be one string, got {raw.dtype} {list(raw.shape)}")
     try:
         meta = json.loads(str(raw))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise fail(f"meta is not JSON ({_first_line(error)})") from error
     if not isinstance(meta, dict) or not isinstance(meta.get("model_config", {}), dict):
         raise fail("meta and its model_config must be JSON objects")
