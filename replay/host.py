@@ -44,6 +44,53 @@ def host_ints(name: str, field: str, values: object) -> tuple[int, ...]:
     return tuple(values)
 
 
+def host_masks(
+    name: str, field: str, masks: object, lengths: Sequence[int]
+) -> list[np.ndarray | None]:
+    """For each trajectory a bool array [length], or None where it has no mask.
+
+    Args:
+        masks: None, or one entry a trajectory: None, or host booleans or 0 and 1 [length].
+
+    Raises:
+        TypeError: a mask is on a device, or holds something else; names the trajectory.
+        ValueError: the number of masks or the shape of one is wrong.
+    """
+    if masks is None:
+        return [None] * len(lengths)
+    if isinstance(masks, Tensor) and masks.device.type != "cpu":
+        raise TypeError(f"{name}: {field} must be on the host, not on {masks.device}")
+    if isinstance(masks, str | bytes) or not isinstance(masks, Sequence | np.ndarray | Tensor):
+        raise TypeError(
+            f"{name}: {field} must be a sequence of one mask a trajectory, got"
+            f" {type(masks).__name__}"
+        )
+    if len(masks) != len(lengths):
+        raise ValueError(
+            f"{name}: {field} has {len(masks)} entries for {len(lengths)} trajectories"
+        )
+    checked: list[np.ndarray | None] = []
+    for i, (mask, length) in enumerate(zip(masks, lengths, strict=True)):
+        if mask is None:
+            checked.append(None)
+            continue
+        where = f"{name}: {field} of trajectory {i}"
+        if isinstance(mask, Tensor):
+            if mask.device.type != "cpu":
+                raise TypeError(f"{where} must be on the host, not on {mask.device}")
+            mask = mask.detach().numpy()
+        try:
+            values = np.asarray(mask)
+        except ValueError as error:  # lists of unlike lengths
+            raise ValueError(f"{where} must be [{length}], one a token: {error}") from None
+        if values.shape != (length,):
+            raise ValueError(f"{where} must be [{length}], one a token, got {list(values.shape)}")
+        if values.dtype != np.bool_ and not ((values == 0) | (values == 1)).all():
+            raise TypeError(f"{where} must be bool (or 0 and 1), got {values.dtype}")
+        checked.append(values.astype(np.bool_))
+    return checked
+
+
 def offsets_of(lengths: Sequence[int]) -> tuple[int, ...]:
     return tuple(itertools.accumulate(lengths, initial=0))
 

@@ -17,7 +17,7 @@ Sizes: B trajectories, T tokens of this rank, N response tokens, V vocabulary, C
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -26,15 +26,19 @@ from torch import Tensor
 from packhorse.kernels.rows import gather_rows, scatter_rows
 from packhorse.kernels.support import (
     SAMPLED_IMPOSSIBLE,
+    SUPPORT_DTYPES,
     full_logprobs,
     support_logprobs,
 )
+from packhorse.packed.sentinels import MISSING_ROW, NO_CANDIDATE
 from packhorse.packed.tensor import PackedTensor
-from packhorse.replay.host import HostInts, host_ints
+from packhorse.replay.host import HostInts, host_ints, host_masks
 from packhorse.replay.layout import TokenLayout
 
 #: ``status``: scored over the whole vocabulary; the others are those of ``support_logprobs``.
 SCORED_FULL: Final = SAMPLED_IMPOSSIBLE + 1
+#: The token that a slot predicts where it predicts none; ``full_logprobs`` scores no negative id.
+_NO_TARGET: Final = -1
 
 _NAME: Final = "score_microbatch"
 
@@ -58,8 +62,8 @@ def score_microbatch(
     *,
     response_lengths: HostInts | None = None,
     temperature: float = 1.0,
-    loss_masks: Sequence[np.ndarray | None] | None = None,
-    appended: Sequence[np.ndarray | None] | None = None,
+    loss_masks: Sequence[Any] | None = None,
+    appended: Sequence[Any] | None = None,
 ) -> MicrobatchScores:
     """Logprob of each response token, and how it was come by.
 
@@ -69,11 +73,12 @@ def score_microbatch(
         layout: the microbatch's layout on this rank.
         token_ids: the real tokens, prompt and response: packed, one int64 row a token, or dense
             [B, S] with S = ``layout.batch_width``.
-        support: [N, C] int32, one row a response token, -1 filled; None: the whole vocabulary.
+        support: [N, C] int32 or int64, one row a response token, -1 filled; None: the whole
+            vocabulary.
         response_lengths: [B] host integers; needed without a support.
         temperature: the rollout's, applied here and nowhere else.
-        loss_masks: for each trajectory a host bool array [length], or None: the tokens whose
-            logprob the loss uses.
+        loss_masks: for each trajectory host booleans, or 0 and 1, [length], or None: the tokens
+            whose logprob the loss uses.
         appended: as ``loss_masks``: tokens that the generator put there. One that the loss uses
             (all of them where ``loss_masks`` is None) is scored over the whole vocabulary; its
             support row is not looked at.
@@ -87,8 +92,9 @@ def score_microbatch(
             its response; a support on the CPU has no row for another token with loss. Names the
             trajectory.
     """
+    _check_arguments(logits, layout, token_ids, support)
     responses = _response_lengths(layout, support, response_lengths)
-    if isinstance(logits, Tensor) and logits.dim() == 3:
+    if logits.dim() == 3:
         logits = layout.from_model(logits)
     if logits.dim() != 2 or logits.shape[0] != layout.num_tokens:
         raise ValueError(
@@ -99,7 +105,7 @@ def score_microbatch(
     row_ids = layout.support_row_ids(responses)
     sampled_ids = _next_token_ids(layout, token_ids)
     # a slot that predicts no response token has no target
-    sampled_ids = torch.where(row_ids >= 0, sampled_ids, -1)
+    sampled_ids = torch.where(row_ids == MISSING_ROW, _NO_TARGET, sampled_ids)
 
     if support is None:
         logprobs = full_logprobs(logits, sampled_ids, temperature=temperature)
@@ -107,7 +113,7 @@ def score_microbatch(
         status = torch.full_like(row_ids, SCORED_FULL, dtype=torch.uint8)
         num_ignored = torch.zeros_like(row_ids)
     else:
-        candidates = gather_rows(support.values, row_ids, fill=-1)
+        candidates = gather_rows(support.values, row_ids, fill=NO_CANDIDATE)
         scores = support_logprobs(logits, candidates, sampled_ids, temperature=temperature)
         logprobs, entropy, status = scores.logprobs, scores.entropy, scores.status
         num_ignored = scores.num_ignored.long()
@@ -118,20 +124,23 @@ def score_microbatch(
             status = status.masked_fill(is_full, SCORED_FULL)
             num_ignored = num_ignored.masked_fill(is_full, 0)
 
-    cells = _response_cells(layout, responses)
+    # one restore for all: a status and a count of candidates are exact in the logprobs' dtype
+    fields = [logprobs, entropy, status.to(logprobs.dtype), num_ignored.to(logprobs.dtype)]
+    restored = layout.restore(torch.stack(fields, dim=1)).flatten(0, 1)
+    restored = restored.index_select(0, _response_cells(layout, responses))
+    logprobs, entropy, status, num_ignored = restored.unbind(1)
+    status = status.detach().to(torch.uint8)
+    statuses = torch.arange(SCORED_FULL + 1, device=status.device)
 
-    def restore(values: Tensor) -> PackedTensor:
-        flat = layout.restore(values).flatten()
-        return PackedTensor.from_lengths(flat.index_select(0, cells), responses)
+    def packed(values: Tensor) -> PackedTensor:
+        return PackedTensor.from_lengths(values.contiguous(), responses)
 
-    restored = restore(status)
-    statuses = torch.arange(SCORED_FULL + 1, device=logits.device)
     return MicrobatchScores(
-        logprobs=restore(logprobs),
-        entropy=restore(entropy),
-        status=restored,
-        counts=(restored.values[:, None] == statuses).sum(0),
-        num_ignored=restore(num_ignored).values.sum(),
+        logprobs=packed(logprobs),
+        entropy=packed(entropy if support is not None else entropy.detach()),
+        status=packed(status),
+        counts=(status[:, None] == statuses).sum(0),
+        num_ignored=num_ignored.detach().to(torch.int64).sum(),
     )
 
 
@@ -139,7 +148,7 @@ def score_microbatch(
 
 
 def _next_token_ids(layout: TokenLayout, token_ids: PackedTensor | Tensor) -> Tensor:
-    """[T] int64: the token that each slot predicts, -1 where there is none."""
+    """[T] int64: the token that each slot predicts, ``_NO_TARGET`` where there is none."""
     packed = isinstance(token_ids, PackedTensor)
     values = token_ids.values if isinstance(token_ids, PackedTensor) else token_ids
     if values.dtype != torch.int64 or values.dim() != (1 if packed else 2):
@@ -148,13 +157,13 @@ def _next_token_ids(layout: TokenLayout, token_ids: PackedTensor | Tensor) -> Te
             f" {values.dtype} {list(values.shape)}"
         )
     if not isinstance(token_ids, PackedTensor):
-        return layout.align(token_ids, -1, next_token=True)
+        return layout.align(token_ids, _NO_TARGET, next_token=True)
     if token_ids.lengths != layout.lengths:
         trajectory, got, length = _first_difference(token_ids.lengths, layout.lengths)
         raise ValueError(
             f"{_NAME}: token_ids of trajectory {trajectory} has {got} rows for {length} tokens"
         )
-    return gather_rows(values, layout.token_row_ids(next_token=True), fill=-1)
+    return gather_rows(values, layout.token_row_ids(next_token=True), fill=_NO_TARGET)
 
 
 def _score_full(
@@ -168,11 +177,10 @@ def _score_full(
     counts = [int(position is not None) for position in positions]
     row_ids = layout.row_ids(counts, [position or 0 for position in positions])
     slots = torch.arange(layout.num_tokens, device=logits.device)
-    own = scatter_rows(slots, row_ids, sum(counts), fill=-1)  # -1: another rank's slot
-    scored = full_logprobs(
-        gather_rows(logits, own), gather_rows(sampled_ids, own, fill=-1), temperature=temperature
-    )
-    return gather_rows(scored, row_ids), row_ids >= 0
+    own = scatter_rows(slots, row_ids, sum(counts), fill=MISSING_ROW)  # another rank's slot
+    targets = gather_rows(sampled_ids, own, fill=_NO_TARGET)
+    scored = full_logprobs(gather_rows(logits, own), targets, temperature=temperature)
+    return gather_rows(scored, row_ids), row_ids != MISSING_ROW
 
 
 def _response_cells(layout: TokenLayout, responses: Sequence[int]) -> Tensor:
@@ -190,6 +198,31 @@ def _response_cells(layout: TokenLayout, responses: Sequence[int]) -> Tensor:
 
 
 # --- checks, on host data -------------------------------------------------------------------------
+
+
+def _check_arguments(
+    logits: object, layout: object, token_ids: object, support: PackedTensor | None
+) -> None:
+    if not isinstance(layout, TokenLayout):
+        raise TypeError(f"{_NAME}: layout must be a TokenLayout, got {type(layout).__name__}")
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        got = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
+        raise TypeError(f"{_NAME}: logits must be a floating-point tensor, got {got}")
+    if not isinstance(token_ids, PackedTensor | Tensor):
+        raise TypeError(
+            f"{_NAME}: token_ids must be a PackedTensor or a tensor, got {type(token_ids).__name__}"
+        )
+    if support is None:
+        return
+    field = f"{_NAME}: rollout_sample_support"
+    if not isinstance(support, PackedTensor):
+        raise TypeError(f"{field} must be a PackedTensor or None, got {type(support).__name__}")
+    if support.dtype not in SUPPORT_DTYPES:
+        raise TypeError(f"{field} must be int32 or int64, got {support.dtype}")
+    if len(support.row_shape) != 1:
+        raise ValueError(f"{field} must be [N, C], got {list(support.values.shape)}")
+    if support.device != logits.device:
+        raise ValueError(f"{field} is on {support.device}, logits are on {logits.device}")
 
 
 def _response_lengths(
@@ -227,12 +260,12 @@ def _full_positions(
     layout: TokenLayout,
     responses: Sequence[int],
     support: PackedTensor | None,
-    loss_masks: Sequence[np.ndarray | None] | None,
-    appended: Sequence[np.ndarray | None] | None,
+    loss_masks: Sequence[Any] | None,
+    appended: Sequence[Any] | None,
 ) -> list[int | None]:
     """For each trajectory the position whose logits score its appended token with loss."""
-    masks = _host_masks(layout, "loss_masks", loss_masks)
-    added = _host_masks(layout, "appended", appended)
+    masks = host_masks(_NAME, "loss_masks", loss_masks, layout.lengths)
+    added = host_masks(_NAME, "appended", appended, layout.lengths)
     positions: list[int | None] = []
     for i, (length, response) in enumerate(zip(layout.lengths, responses, strict=True)):
         loss, put = masks[i], added[i]
@@ -259,27 +292,3 @@ def _full_positions(
                     f" token {token}, which has loss and was not appended"
                 )
     return positions
-
-
-def _host_masks(
-    layout: TokenLayout, field: str, masks: Sequence[np.ndarray | None] | None
-) -> list[np.ndarray | None]:
-    if masks is None:
-        return [None] * layout.num_sequences
-    if len(masks) != layout.num_sequences:
-        raise ValueError(
-            f"{_NAME}: {field} has {len(masks)} entries for {layout.num_sequences} trajectories"
-        )
-    checked: list[np.ndarray | None] = []
-    for i, (mask, length) in enumerate(zip(masks, layout.lengths, strict=True)):
-        if mask is None:
-            checked.append(None)
-            continue
-        array = np.asarray(mask)
-        if array.dtype != np.bool_ or array.shape != (length,):
-            raise ValueError(
-                f"{_NAME}: {field} of trajectory {i} must be bool [{length}], got {array.dtype}"
-                f" {list(array.shape)}"
-            )
-        checked.append(array)
-    return checked

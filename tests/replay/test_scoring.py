@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from packhorse.kernels import support as support_module
+from packhorse.kernels.rows import gather_rows
 from packhorse.packed.tensor import PackedTensor
 from packhorse.replay.layout import TokenLayout
 from packhorse.replay.scoring import SCORED_FULL, score_microbatch
@@ -193,6 +194,106 @@ def test_appended_tokens_without_loss_stay_unscored(device):
     assert scores.counts.tolist() == [sum(RESPONSES) - 1, 1, 0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, list], ids=lambda kind: kind.__name__)
+def test_masks_of_0_and_1_are_masks(kind):
+    case = Case("thd", "cpu")
+    case.support[0][2] = -1
+    given = case.logits, case.layout, case.token_ids, case.packed_support
+    appended, losses = case.masks((0, 5)), case.masks((0, 5), (1, 8))
+    expected = score_microbatch(*given, appended=appended, loss_masks=losses)
+    whole = [[kind(mask.astype(int).tolist()) for mask in masks] for masks in (appended, losses)]
+    scores = score_microbatch(*given, appended=whole[0], loss_masks=whole[1])
+    assert torch.equal(scores.logprobs.values, expected.logprobs.values)
+    assert scores.counts.tolist() == [sum(RESPONSES) - 1, 0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_fields_keep_their_dtypes(dtype, device):
+    case = Case("thd", device, dtype)
+    scores = score_microbatch(case.logits, case.layout, case.token_ids, case.packed_support)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert (scores.logprobs.dtype, scores.entropy.dtype) == (wide, wide)
+    assert scores.status.dtype == torch.uint8
+    assert (scores.counts.dtype, scores.num_ignored.dtype) == (torch.int64, torch.int64)
+    assert scores.logprobs.requires_grad
+    assert scores.entropy.requires_grad
+    assert not any(t.requires_grad for t in (scores.status.values, scores.counts))
+    assert scores.num_ignored.shape == ()
+
+
+def test_the_entropy_differentiates():
+    """In float64 against central differences of the loop's entropies."""
+    case = Case("thd", "cpu")
+    weights = torch.arange(1, sum(RESPONSES) + 1)
+
+    def total() -> float:
+        return float((torch.from_numpy(score_loop(case, 0.7)[1]) * weights).sum())
+
+    scores = score_microbatch(
+        case.logits, case.layout, case.token_ids, case.packed_support, temperature=0.7
+    )
+    (gradient,) = torch.autograd.grad((scores.entropy.values * weights).sum(), case.logits)
+    for place in (case.place(0, 2), case.place(1, 6), case.place(3, 3)):
+        token = int(gradient[place].abs().argmax())
+        ends = []
+        for step in (1e-5, -2e-5):
+            with torch.no_grad():
+                case.logits[place][token] += step
+            ends.append(total())
+        with torch.no_grad():
+            case.logits[place][token] += 1e-5
+        assert gradient[place][token] == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-6)
+
+
+@pytest.mark.parametrize("format", ["thd", "bshd"])
+def test_every_context_parallel_rank_scores_the_whole_batch_in_one_restore(format, monkeypatch):
+    """Of two ranks in one process: each rank's restore is given the other's values."""
+    case = Case(format, "cpu")
+    case.support[0][2] = -1
+    case.support[1][0] = [case.tokens[1][5], VOCAB, VOCAB + 1, -1, -1]
+    positions = [case.place(i, s) for i, n in enumerate(LENGTHS) for s in range(n)]
+    rows = torch.stack([case.logits[place] for place in positions])
+    layouts = [
+        TokenLayout.build(LENGTHS, format=format, cp_size=2, cp_rank=rank, batch_width=11)
+        for rank in range(2)
+    ]
+    sent: list[torch.Tensor] = []
+
+    def send(layout, values, fill=0):
+        sent.append(values.detach())
+        return values.new_zeros(len(LENGTHS), 10, *values.shape[1:])
+
+    def score(rank: int):
+        logits = gather_rows(rows, layouts[rank].token_row_ids())
+        appended = case.masks((0, 5))
+        given = layouts[rank], case.token_ids, case.packed_support
+        return score_microbatch(logits, *given, temperature=0.7, appended=appended)
+
+    monkeypatch.setattr(TokenLayout, "restore", send)
+    for rank in range(2):
+        score(rank)
+    assert len(sent) == 2
+    expected = score_loop(case, 0.7, full=[(0, 5)])
+    gradient = torch.zeros_like(case.logits)
+    for rank in range(2):
+        others = iter([sent[1 - rank]])
+
+        def receive(layout, values, fill=0, rank=rank, others=others):
+            both = [next(others), values]
+            return layout.restore_gathered(both if rank else both[::-1], fill)
+
+        monkeypatch.setattr(TokenLayout, "restore", receive)
+        scores = score(rank)
+        np.testing.assert_allclose(scores.logprobs.values.detach(), expected[0], atol=1e-12)
+        np.testing.assert_allclose(scores.entropy.values.detach(), expected[1], atol=1e-12)
+        assert scores.counts.tolist() == [sum(RESPONSES) - 1, 0, 0, 0, 0, 1]
+        assert scores.num_ignored == 2
+        weights = torch.arange(1, sum(RESPONSES) + 1)
+        loss = (scores.logprobs.values * weights).sum()
+        gradient += torch.autograd.grad(loss, case.logits, retain_graph=True)[0]
+    np.testing.assert_allclose(gradient, expected[2], rtol=0, atol=1e-12 * sum(RESPONSES))
+
+
 def test_each_status_is_counted_and_has_no_score(device):
     case = Case("bshd", device)
     case.support[0][0] = -1
@@ -293,18 +394,64 @@ CASE = Case("thd", "cpu")
         (
             {"loss_masks": [None, np.ones(3, bool), None, None]},
             ValueError,
-            r"loss_masks of trajectory 1 must be bool \[9\]",
+            r"loss_masks of trajectory 1 must be \[9\], one a token, got \[3\]",
         ),
+        (
+            {"loss_masks": [None, None, [0, 1, 1, 2], None]},
+            TypeError,
+            r"loss_masks of trajectory 2 must be bool \(or 0 and 1\), got int64",
+        ),
+        (
+            {"loss_masks": [[[0], [1, 1]], None, None, None]},
+            ValueError,
+            r"loss_masks of trajectory 0 must be \[6\], one a token",
+        ),
+        (
+            {"appended": [None, torch.ones(9, device="meta"), None, None]},
+            TypeError,
+            "appended of trajectory 1 must be on the host, not on meta",
+        ),
+        (
+            {"appended": torch.ones(4, 9, device="meta")},
+            TypeError,
+            "appended must be on the host, not on meta",
+        ),
+        ({"loss_masks": 1}, TypeError, "loss_masks must be a sequence of one mask a trajectory"),
+        (
+            {"support": PackedTensor.from_lengths(torch.zeros(11, WIDTH), RESPONSES)},
+            TypeError,
+            "rollout_sample_support must be int32 or int64, got torch.float32",
+        ),
+        (
+            {"support": PackedTensor.from_lengths(torch.zeros(11).int(), RESPONSES)},
+            ValueError,
+            r"rollout_sample_support must be \[N, C\], got \[11\]",
+        ),
+        (
+            {"support": CASE.packed_support.values},
+            TypeError,
+            "rollout_sample_support must be a PackedTensor or None, got Tensor",
+        ),
+        (
+            {"support": CASE.packed_support.to("meta")},
+            ValueError,
+            "rollout_sample_support is on meta, logits are on cpu",
+        ),
+        ({"logits": None}, TypeError, "logits must be a floating-point tensor, got NoneType"),
+        ({"logits": CASE.logits.long()}, TypeError, "logits must be .*, got torch.int64"),
+        ({"layout": None}, TypeError, "layout must be a TokenLayout, got NoneType"),
+        ({"token_ids": None}, TypeError, "token_ids must be a PackedTensor or a tensor"),
     ],
 )
 def test_rejects(change, error, message):
     given = {
         "logits": CASE.logits,
+        "layout": CASE.layout,
         "token_ids": CASE.token_ids,
         "support": CASE.packed_support,
     } | change
-    with pytest.raises(error, match=message):
-        score_microbatch(given.pop("logits"), CASE.layout, given.pop("token_ids"), **given)
+    with pytest.raises(error, match=rf"^(score_microbatch|TokenLayout\.\w+): .*{message}"):
+        score_microbatch(**given)
 
 
 def test_rejects_a_trained_token_without_candidates():
