@@ -78,9 +78,10 @@ def pack_routes(
 
     Raises:
         TypeError: an argument or a trajectory has a wrong type, or is on a device.
-        ValueError: a shape is wrong, or there are more rows than tokens; an id is negative or not
-            below E, is repeated in a row, or stands in a dense layer; with K > 1, a layer of
-            experts is all zeros, which is how an engine that captured nothing looks.
+        ValueError: a length is negative; a shape is wrong, or there are more rows than tokens; an
+            id is negative or not below E, is repeated in a row, or stands in a dense layer; with
+            K > 1, a layer of experts is all zeros, which is how an engine that captured nothing
+            looks.
     """
     name = "pack_routes"
     num_experts, topk, num_layers = (
@@ -94,7 +95,7 @@ def pack_routes(
     if topk > num_experts:
         raise ValueError(f"{name}: topk={topk} is above num_experts={num_experts}")
     experts_at = _moe_layers(name, moe_layers, num_layers)
-    tokens = host_ints(lengths, f"{name}: lengths")
+    tokens = _lengths(name, "lengths", lengths)
     _check_sequence(name, ROUTES_FIELD, routes, tokens.size, "lengths")
 
     arrays = []
@@ -358,7 +359,7 @@ def check_logprobs(
             missing, NaN, infinite (in float32) or positive.
     """
     name = "check_logprobs"
-    tokens = host_ints(response_lengths, f"{name}: response_lengths")
+    tokens = _lengths(name, "response_lengths", response_lengths)
     _check_sequence(name, LOGPROBS_FIELD, logprobs, tokens.size, "response_lengths")
     checked = []
     for i, given in enumerate(logprobs):
@@ -403,6 +404,15 @@ def _positive(value: Any, where: str) -> int:
     if count == 0:
         raise ValueError(f"{where} must be positive, got 0")
     return count
+
+
+def _lengths(name: str, what: str, given: Any) -> np.ndarray:
+    """[B] int64, none negative."""
+    lengths = host_ints(given, f"{name}: {what}")
+    if (lengths < 0).any():
+        i = int(np.argmax(lengths < 0))
+        raise ValueError(f"{name}: {what} of trajectory {i} is negative: {lengths[i]}")
+    return lengths
 
 
 def _check_sequence(name: str, field: str, given: Any, expected: int, beside: str) -> None:

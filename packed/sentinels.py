@@ -1,4 +1,4 @@
-"""One name for each meaning of a negative index. Two share a value; they are not the same thing."""
+"""One name for each meaning of a negative index. All are -1; they are not the same thing."""
 
 from typing import Final
 
@@ -8,5 +8,3 @@ MISSING_ROW: Final = -1
 NO_CANDIDATE: Final = -1
 #: ``routed_experts[t, l, k]``: no route was recorded; then all k of a (token, layer) are -1.
 MISSING_EXPERT: Final = -1
-#: ``labels[t]``: no loss at this token (the default ``ignore_index`` of torch and Hugging Face).
-IGNORE_INDEX: Final = -100

@@ -210,6 +210,7 @@ def test_repeats_are_found_at_any_two_columns(topk):
     [
         ({"lengths": [4, 4]}, ValueError, "has 1 trajectories, lengths has 2"),
         ({"lengths": [4.0]}, TypeError, r"lengths\[0\] must be an integer"),
+        ({"lengths": [-1]}, ValueError, "lengths of trajectory 0 is negative: -1"),
         ({"num_experts": 0}, ValueError, "num_experts must be positive"),
         ({"num_experts": 1}, ValueError, "topk=2 is above num_experts=1"),
         ({"topk": True}, TypeError, "topk must be an integer"),
@@ -431,6 +432,10 @@ def test_logprobs_are_refused_by_trajectory_and_token(values, error, message):
     assert "\n" not in str(caught.value)
 
 
-def test_as_many_logprobs_as_trajectories():
+def test_as_many_logprobs_as_trajectories_and_no_length_below_0():
     with pytest.raises(ValueError, match="has 1 trajectories, response_lengths has 2"):
         check_logprobs([[-0.5]], [1, 1])
+    with pytest.raises(
+        ValueError, match="^check_logprobs: response_lengths of trajectory 1 is neg"
+    ):
+        check_logprobs([[-0.5], []], [1, -2])

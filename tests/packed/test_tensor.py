@@ -6,10 +6,6 @@ a tolerance.
 """
 
 import copy
-import io
-import itertools
-import math
-import mmap
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -20,53 +16,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from packhorse.packed import tensor as tensor_module
 from packhorse.packed.tensor import PackedTensor
+from tests.packed.helpers import KINDS, as_lists, check, make_packed, make_rows
 
 INT32_MAX = 2**31 - 1
-KINDS = [
-    pytest.param(torch.uint8, (3, 2), id="routes"),
-    pytest.param(torch.int32, (4,), id="support"),
-    pytest.param(torch.float32, (), id="logprobs"),
-    pytest.param(torch.bfloat16, (2, 0), id="no-columns"),
-    pytest.param(torch.bool, (1,), id="flags"),
-]
-
-
-def make_rows(num_rows: int, dtype: torch.dtype, row_shape: tuple[int, ...]) -> torch.Tensor:
-    """Rows whose elements count up, so that a misplaced one shows."""
-    count = torch.arange(num_rows * math.prod(row_shape)).reshape(num_rows, *row_shape)
-    return (count % 2 if dtype == torch.bool else count % 120 + 1).to(dtype)
-
-
-def make_packed(lengths, dtype=torch.int32, row_shape=(2,), device="cpu") -> PackedTensor:
-    values = make_rows(sum(lengths), dtype, row_shape).to(device)
-    return PackedTensor.from_lengths(values, lengths)
-
-
-def as_lists(packed: PackedTensor) -> list[list[Any]]:
-    """The segments as lists, read from values and cu_seqlens alone."""
-    rows, ends = packed.values.tolist(), packed.cu_seqlens.tolist()
-    return [rows[start:end] for start, end in itertools.pairwise(ends)]
-
-
-def check(packed: PackedTensor, model: list[list[Any]], like: PackedTensor) -> None:
-    """``packed`` holds the segments of ``model``, and all its views of itself agree."""
-    assert as_lists(packed) == model
-    assert [segment.tolist() for segment in packed] == model
-    assert packed.lengths == tuple(len(segment) for segment in model)
-    assert packed.offsets == tuple(packed.cu_seqlens.tolist())
-    assert packed.offsets[0] == 0
-    assert packed.offsets[-1] == packed.num_rows == packed.values.shape[0]
-    assert packed.cu_seqlens.dtype == torch.int32
-    assert packed.cu_seqlens.is_contiguous()
-    assert packed.cu_seqlens.device == packed.values.device == packed.device == like.device
-    assert (packed.dtype, packed.row_shape) == (like.dtype, like.row_shape)
-    assert len(packed) == len(model)
-    assert packed.max_seqlen == max(map(len, model), default=0)
-
 
 # --- every operation against lists ----------------------------------------------------------------
 
@@ -326,137 +281,6 @@ def test_widen_refuses_what_could_lose_a_value(source, target):
         make_packed([2], source).widen(target)
 
 
-# --- trap 43: nothing reads a device --------------------------------------------------------------
-
-
-class ForbidReads(TorchDispatchMode):
-    """Fails at every operator that brings a device tensor's content to the host."""
-
-    READS = frozenset(
-        {"_local_scalar_dense", "item", "nonzero", "masked_select", "equal", "unique"}
-    )
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        on_device = any(
-            isinstance(arg, torch.Tensor) and arg.device.type != "cpu"
-            for arg in (*args, *kwargs.values())
-        )
-        name = func.overloadpacket.__name__
-        reads = name in self.READS or (name == "index" and args[1][0].dtype == torch.bool)
-        assert not (on_device and reads), f"{name} reads the device"
-        if on_device and name in ("_to_copy", "copy_"):
-            target = args[0].device if name == "copy_" else kwargs.get("device")
-            assert target is None or torch.device(target).type != "cpu", f"{name} reads the device"
-        return func(*args, **kwargs)
-
-
-def use_every_operation(values: torch.Tensor, cu_seqlens: torch.Tensor) -> None:
-    """``values`` [6, 2] in segments of 2, 0 and 4 rows."""
-    packed = PackedTensor(values, cu_seqlens, lengths=[2, 0, 4])
-    PackedTensor.from_lengths(values, [1, 5])
-    PackedTensor.from_segments([values, values[:2]])
-    PackedTensor.empty((2,), dtype=values.dtype, num_segments=3, device=values.device)
-    assert packed.lengths == (2, 0, 4)
-    assert (packed[-1].shape, packed.segment(0).shape) == ((4, 2), (2, 2))
-    assert [len(segment) for segment in packed] == [2, 0, 4]
-    assert packed[1:].lengths == packed[-2:].lengths == (0, 4)
-    for rows_per_run in (0, 10**9):
-        with mock.patch.object(tensor_module, "_ROWS_PER_RUN", rows_per_run):
-            for selector in ([2, 0, 2], torch.tensor([2, 0, 2]), np.array([2, 0, 2])):
-                assert packed[selector].lengths == (4, 2, 4)
-            assert packed[::-1].lengths == (4, 0, 2)
-            assert packed[range(2, -1, -2)].lengths == (4, 2)
-            assert packed.repeat_interleave(2).lengths == (2, 2, 0, 0, 4, 4)
-            assert packed.repeat_interleave([2, 0, 1]).lengths == (2, 2, 4)
-    assert packed[[True, False, True]].lengths == (2, 4)
-    assert packed[torch.tensor([True, False, True])].lengths == (2, 4)
-    assert packed[[]].lengths == packed[1:1].lengths == ()
-    assert PackedTensor.cat([packed, packed[:1]]).lengths == (2, 0, 4, 2)
-    assert packed.repeat(2).lengths == (2, 0, 4, 2, 0, 4)
-    assert [part.lengths for part in packed.split(2)] == [(2, 0), (4,)]
-    assert [part.lengths for part in packed.split([1, 2])] == [(2,), (0, 4)]
-    assert [part.lengths for part in packed.chunk(2)] == [(2, 0), (4,)]
-    assert packed.to(values.device, non_blocking=True).device == values.device
-    assert packed.to(torch.float16).dtype == values.dtype
-    assert packed.widen(torch.int64).dtype == torch.int64
-    assert packed.clone().contiguous().detach().lengths == (2, 0, 4)
-    assert packed.to_padded(0).shape == packed.to_padded(0, 4, side="left").shape == (3, 4, 2)
-    assert PackedTensor.from_nested(packed.to_nested(), lengths=packed.lengths).lengths == (2, 0, 4)
-    assert not packed.equal(packed[:2])
-    assert not packed.equal(packed.widen(torch.int64))
-    assert "3 segments" in repr(packed)
-    assert pickle.loads(pickle.dumps(packed[1:])).lengths == (0, 4)
-
-
-def test_no_operation_reads_a_device_without_data():
-    values = torch.empty(6, 2, dtype=torch.int32, device="meta")
-    cu_seqlens = torch.empty(4, dtype=torch.int32, device="meta")
-    with ForbidReads():
-        use_every_operation(values, cu_seqlens)
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda x: x.to("cpu"),
-        lambda x: x.cpu(),
-        lambda x: torch.empty(2).copy_(x),
-        lambda x: x[0].item(),
-        lambda x: bool(x[0]),
-        lambda x: x.nonzero(),
-        lambda x: torch.equal(x, x),
-        lambda x: x[x > 0],
-    ],
-)
-def test_the_read_guard_sees_reads(read):
-    with pytest.raises(AssertionError, match="reads the device"), ForbidReads():
-        read(torch.empty(2, device="meta"))
-
-
-def test_no_operation_waits_for_the_gpu(cuda):
-    values = torch.arange(12, dtype=torch.int32, device=cuda).view(6, 2)
-    cu_seqlens = torch.tensor([0, 2, 2, 6], dtype=torch.int32, device=cuda)
-    host = make_packed([2, 0, 4]).pin_memory()
-    pickled = pickle.dumps  # copies to the host, as pickling must
-    with mock.patch.object(pickle, "dumps", lambda packed: pickled(make_packed(packed.lengths))):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            use_every_operation(values, cu_seqlens)
-            assert host.to(cuda, non_blocking=True).lengths == (2, 0, 4)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
-def test_device_offsets_need_host_lengths():
-    values = torch.empty(3, device="meta")
-    cu_seqlens = torch.empty(2, dtype=torch.int32, device="meta")
-    with pytest.raises(TypeError, match=r"needs lengths="):
-        PackedTensor(values, cu_seqlens)
-    with pytest.raises(TypeError, match="lengths is on meta"):
-        PackedTensor(values, cu_seqlens, lengths=torch.empty(1, dtype=torch.int64, device="meta"))
-    with pytest.raises(TypeError, match=r"needs lengths="):
-        PackedTensor.from_nested(make_packed([2]).to("meta").to_nested())
-
-
-@pytest.mark.parametrize(
-    "index",
-    [
-        torch.empty(1, dtype=torch.int64, device="meta"),
-        torch.empty(2, dtype=torch.bool, device="meta"),
-        torch.empty((), dtype=torch.int64, device="meta"),
-        [0, torch.empty((), dtype=torch.int64, device="meta")],
-        slice(torch.empty((), dtype=torch.int64, device="meta"), None),
-    ],
-    ids=["ids", "mask", "scalar", "scalar-in-a-list", "slice-bound"],
-)
-def test_an_index_on_a_device_is_refused(index):
-    with pytest.raises(TypeError, match="on meta"):
-        make_packed([2, 1])[index]
-    with pytest.raises(TypeError, match="on meta"):
-        make_packed([2, 1]).repeat_interleave(torch.empty(2, dtype=torch.int64, device="meta"))
-
-
 # --- trap 44: slicing rebases ---------------------------------------------------------------------
 
 
@@ -473,97 +297,6 @@ def test_row_ids_of_a_slice_start_at_its_first_row():
     assert row_ids == [-1, 0, 1, 2, 3, -1]
     rows = [second.values[row].tolist() for row in row_ids if row >= 0]
     assert rows == support[1].tolist()
-
-
-# --- memory ---------------------------------------------------------------------------------------
-
-
-def test_what_moves_no_row_is_a_view(device):
-    packed = make_packed([2, 0, 3, 1], device=device)
-    base = packed.values.untyped_storage().data_ptr()
-
-    def is_view(result: PackedTensor) -> bool:
-        return result.values.untyped_storage().data_ptr() == base
-
-    assert packed[1].untyped_storage().data_ptr() == base
-    views = [packed[1:3], packed[[2, 3]], packed[range(1, 4)], packed[[0, 2]], packed[[2, 1, 3]]]
-    views += [packed[[False, False, True, True]], packed.to(device), packed.detach()]
-    views += [*packed.split(2), *packed.chunk(3), packed.repeat(1), packed.repeat_interleave(1)]
-    assert all(map(is_view, views))
-    copies = [packed[[3, 2]], packed[[0, 0]], packed.clone(), packed.repeat(2)]
-    copies += [PackedTensor.from_segments([packed.values]), PackedTensor.cat([packed, packed])]
-    assert not any(map(is_view, copies))
-    assert PackedTensor.cat([packed]) is packed
-
-
-def test_the_rows_of_a_strided_input_are_read_in_place():
-    wide = make_rows(6, torch.int32, (4,))
-    packed = PackedTensor.from_lengths(wide[:, ::2], [4, 2])
-    expected = wide[:, ::2].tolist()
-    assert as_lists(packed) == [expected[:4], expected[4:]]
-    assert as_lists(packed[[1, 0]]) == [expected[4:], expected[:4]]
-    assert packed.contiguous().values.is_contiguous()
-    assert not packed.values.is_contiguous()
-    assert pickle.loads(pickle.dumps(packed, protocol=5)).equal(packed)
-    offsets = torch.tensor([0, 9, 4, 9, 6, 9], dtype=torch.int32)[::2]
-    assert PackedTensor(wide, offsets).cu_seqlens.is_contiguous()
-
-
-def test_read_only_memory_is_never_written(tmp_path):
-    # the pages are mapped without write permission: a write ends this process
-    source = make_packed([2, 0, 4])
-    file = tmp_path / "rows"
-    file.write_bytes(source.values.numpy().tobytes())
-    with file.open("rb") as handle:
-        pages = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
-    pickled = pickle.dumps(source, protocol=5, buffer_callback=lambda _: False)
-    packed = pickle.loads(pickled, buffers=[pages])
-    assert packed.equal(source)
-    use_every_operation(packed.values, packed.cu_seqlens)
-    private = packed.clone()
-    private.values.fill_(0)
-    assert packed.equal(source)
-    assert not private.equal(source)
-
-
-def test_pickle_protocol_5_ships_one_buffer_of_the_rows_alone():
-    packed = make_packed([2, 3, 1], torch.int16, (4, 2))
-    buffers: list[pickle.PickleBuffer] = []
-    data = pickle.dumps(packed[1:2], protocol=5, buffer_callback=buffers.append)
-    assert [buffer.raw().nbytes for buffer in buffers] == [3 * 4 * 2 * 2]
-    loaded = pickle.loads(data, buffers=[bytes(buffer.raw()) for buffer in buffers])
-    assert loaded.equal(packed[1:2])
-    rest = make_packed([1, 4000], torch.int64)
-    assert len(pickle.dumps(rest[:1], protocol=2)) < 2000
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.uint16, torch.float64])
-def test_pickle_keeps_every_dtype(dtype):
-    packed = make_packed([1, 2], dtype, (3,))
-    saved = io.BytesIO()
-    torch.save(packed, saved)
-    saved.seek(0)
-    for loaded in (pickle.loads(pickle.dumps(packed, 5)), torch.load(saved, weights_only=False)):
-        assert loaded.dtype == dtype
-        assert as_lists(loaded) == as_lists(packed)
-
-
-def test_pinned_copies_keep_their_rows(cuda):
-    packed = make_packed([2, 0, 1])
-    pinned = packed.pin_memory()
-    assert pinned.is_pinned()
-    assert pinned.cu_seqlens.is_pinned()
-    assert pinned.pin_memory() is pinned
-    assert pinned.to(cuda, non_blocking=True).to("cpu").equal(packed)
-    with pytest.raises(ValueError, match="values are on cuda"):
-        packed.to(cuda).pin_memory()
-
-
-def test_pinning_without_an_accelerator_changes_nothing():
-    if torch.accelerator.is_available():
-        pytest.skip("there is an accelerator")
-    packed = make_packed([2])
-    assert packed.pin_memory() is packed
 
 
 # --- equality, gradients --------------------------------------------------------------------------
