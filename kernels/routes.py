@@ -80,7 +80,7 @@ def _gather_routes_kernel(
     first_layer,
     layer_step,
     num_layers,  # J
-    stride_routes_row,  # elements
+    stride_routes_row,  # elements; with PACKED_ROW in units of K, so that 16 bytes stay aligned
     stride_routes_layer,
     num_experts,  # E
     ep_size,
@@ -104,7 +104,7 @@ def _gather_routes_kernel(
     if PACKED_ROW:
         # a row's layers are one run of BLOCK_L * K elements: wide loads, then one transpose
         cols = tl.arange(0, BLOCK_L * BLOCK_K)
-        src = rows[:, None] * stride_routes_row + (
+        src = rows[:, None] * stride_routes_row * BLOCK_K + (
             (first_layer + layer_begin) * BLOCK_K + cols
         ).to(tl.int64)[None, :]  # fmt: skip
         wanted = present[:, None]
@@ -191,14 +191,22 @@ def _gather_routes_cuda(
         missing = (row_ids < 0).long()
         ordinals = missing.cumsum(0) - missing
     block_k = 1 << (topk - 1).bit_length()
-    packed_row = layers is None and layer_step == 1 and block_k == topk and routes.stride(1) == topk
+    packed_row = (
+        layers is None
+        and layer_step == 1
+        and block_k == topk
+        and routes.stride(1) == topk
+        and routes.stride(0) % topk == 0
+    )
+    stride_row = routes.stride(0) // topk if packed_row else routes.stride(0)
     block_l = max(1, min(128 // block_k, 1 << (num_layers - 1).bit_length()))
-    block_m = max(16, 4096 // (block_l * block_k))
+    tile = 4096 if packed_row else 2048  # strided reads hold an int64 address an element
+    block_m = max(16, tile // (block_l * block_k))
     grid = ((num_ids + block_m - 1) // block_m, (num_layers + block_l - 1) // block_l)
     with torch.cuda.device_of(routes):
         _gather_routes_kernel[grid](
             routes, row_ids, layers, ordinals, out, mask, num_ids, first_layer, layer_step,
-            num_layers, routes.stride(0), routes.stride(1), num_experts, ep_size, spread_offset,
+            num_layers, stride_row, routes.stride(1), num_experts, ep_size, spread_offset,
             TOPK=topk, PACKED_ROW=packed_row, EVEN_LAYERS=num_layers % block_l == 0,
             BLOCK_M=block_m, BLOCK_L=block_l, BLOCK_K=block_k,
         )  # fmt: skip
