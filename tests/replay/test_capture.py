@@ -19,6 +19,7 @@ import packhorse.replay
 from packhorse.replay.capture import OPTIONAL, REQUIRED, Capture
 
 PATH = Path(next(iter(packhorse.replay.__path__))) / "data" / "vllm_tiny_moe.npz"
+TEST_DATA = Path(__file__).parent.parent / "data"
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +69,15 @@ def test_trajectories_are_the_files_slices(fields):
         start += len(response)
     assert capture.meta["vllm"] == json.loads(str(fields["meta"]))["vllm"]
     assert set(capture.optional) == set(OPTIONAL)
+
+
+def test_packaged_data_names_no_path(fields):
+    recipe = (PATH.parent / "tiny_moe" / "recipe.json").read_text()
+    with np.load(TEST_DATA / "hf_fp32_logprobs.npz", allow_pickle=False) as archive:
+        texts = [str(fields["meta"]), recipe, str(archive["meta"])]
+    for text in texts:
+        assert not re.findall(r'"[^"]*[/\\][^"]*"', json.dumps(json.loads(text)))
+    assert json.loads(texts[0])["model_recipe"] == json.loads(recipe)
 
 
 def test_optional_fields_may_be_left_out(load):
