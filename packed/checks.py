@@ -64,11 +64,13 @@ def check_alike(name: str, what: str, tensor: Tensor, other_what: str, other: Te
 def check_fill(name: str, fill: Any, dtype: torch.dtype) -> None:
     if not isinstance(fill, int | float | np.number | np.bool_):
         raise TypeError(f"{name}: fill must be a number, got {type(fill).__name__}")
+    fits: bool | np.bool_
+    number: Any = fill
     if dtype.is_floating_point or dtype.is_complex:
-        fits = not math.isfinite(fill) or abs(fill) <= torch.finfo(dtype).max
+        fits = not math.isfinite(number) or abs(number) <= torch.finfo(dtype).max
     elif dtype == torch.bool:
-        fits = fill in (0, 1)
+        fits = number in (0, 1)
     else:  # the range first: a NaN is in none
-        fits = torch.iinfo(dtype).min <= fill <= torch.iinfo(dtype).max and int(fill) == fill
+        fits = torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max and int(number) == number
     if not fits:
         raise ValueError(f"{name}: fill={fill} does not fit {dtype}")
