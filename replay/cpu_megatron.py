@@ -21,17 +21,20 @@ _ABSENT = object()
 _patched: list[tuple[Any, str, Any]] = []
 
 
-def install_cpu_shims() -> None:
+def install_cpu_shims() -> bool:
     """Replace what keeps Megatron-core from running here; calling it again does nothing.
 
     Call it before the first import of Megatron: its ``torch.compile`` decorators are then left out,
     which saves seconds a process. Later is legal, and slower.
 
+    Returns:
+        Whether this call replaced anything: then ``remove_cpu_shims`` is the caller's to call.
+
     Raises:
         ModuleNotFoundError: megatron-core is not installed.
     """
     if _patched:
-        return
+        return False
     try:
         if torch.cuda.is_available():
             importlib.import_module("megatron.core")
@@ -47,6 +50,7 @@ def install_cpu_shims() -> None:
     except BaseException:
         remove_cpu_shims()
         raise
+    return bool(_patched)
 
 
 def remove_cpu_shims() -> None:

@@ -31,8 +31,8 @@ EXIT_FAILED = 1
 EXIT_REFUSED = 2
 
 _NO_MEGATRON = (
-    "megatron-core is not installed: pip install 'packhorse[megatron]', or for 0.17 and later on"
-    " Python 3.11 pip install --no-deps --ignore-requires-python megatron-core==0.19.2"
+    "megatron-core is not installed: pip install 'megatron-core>=0.16.1' safetensors, or for 0.17"
+    " and later on Python 3.11 pip install --no-deps --ignore-requires-python megatron-core==0.19.2"
 )
 
 
@@ -89,21 +89,11 @@ def run(args: argparse.Namespace) -> int:
         demo = _prepare(args)
     except _Refused as error:
         return _refuse(error)
-    with warnings.catch_warnings(), _quiet_megatron(), _threads_for(demo):
-        warnings.simplefilter("ignore")
-        try:
-            _import_megatron()
-        except _Refused as error:
-            return _refuse(error)
-        demo.seconds["import"] = time.perf_counter() - began
-        from packhorse.replay.megatron import single_process
-
-        with single_process():
+    try:
+        with _quiet_megatron(), _threads_for(demo), _megatron():
+            demo.seconds["import"] = time.perf_counter() - began
             for name in DTYPES if args.dtype == "both" else [args.dtype]:
-                try:
-                    model = _load(demo, name, args)
-                except _Refused as error:
-                    return _refuse(error)
+                model = _load(demo, name, args)
                 demo.results[name] = compare.compare(
                     model,
                     demo.capture,
@@ -112,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
                     moe_layers=demo.config.moe_layers,
                 )
                 del model
+    except _Refused as error:
+        return _refuse(error)
     demo.seconds["total"] = time.perf_counter() - began
     _print("\n".join(report_lines(demo)))
     if args.plot:
@@ -191,16 +183,26 @@ def _check_positions(config: MoeConfig, capture: Capture) -> None:
             )
 
 
-def _import_megatron() -> None:
-    from packhorse.replay.cpu_megatron import install_cpu_shims
+@contextmanager
+def _megatron() -> Iterator[None]:
+    """Megatron with the process groups of one rank; shims that were put here are taken off."""
+    from packhorse.replay.cpu_megatron import install_cpu_shims, remove_cpu_shims
+    from packhorse.replay.megatron import single_process
 
+    installed = False
     try:
-        install_cpu_shims()
-        import megatron.core  # noqa: F401
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] == "megatron":
-            raise _Refused(_NO_MEGATRON) from error
-        raise _Refused(f"Megatron-core cannot be imported: {error}") from error
+        try:
+            installed = install_cpu_shims()
+            import megatron.core  # noqa: F401
+        except ModuleNotFoundError as error:
+            if (error.name or "").split(".")[0] == "megatron":
+                raise _Refused(_NO_MEGATRON) from error
+            raise _Refused(f"Megatron-core cannot be imported: {error}") from error
+        with single_process():
+            yield
+    finally:
+        if installed:
+            remove_cpu_shims()
 
 
 def _load(demo: Demo, dtype: str, args: argparse.Namespace) -> Any:
@@ -231,12 +233,14 @@ def _refuse(error: Exception) -> int:
 
 @contextmanager
 def _quiet_megatron() -> Iterator[None]:
-    """Megatron logs a notice at each model it builds."""
+    """Megatron warns at its import of what is not installed, and logs at each model it builds."""
     logger = logging.getLogger("megatron")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"megatron\.")
+            yield
     finally:
         logger.setLevel(level)
 

@@ -22,7 +22,7 @@ _MAX_ROWS, _MAX_COLUMNS = 480, 800
 def check(path: str) -> None:
     """Raise ValueError where ``draw`` could not write ``path``."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'packhorse[plot]'")
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
     folder = Path(path).parent
     if not folder.is_dir():
         raise ValueError(f"--plot {path}: there is no folder {folder}")

@@ -2,8 +2,11 @@
 
 Expected: an independent driver of Megatron-core 0.19.2 and Hugging Face's model in fp32 both gave,
 as mean / max of |trainer - rollout|: neither 0.2612 / 0.511, support 0.0426 / 0.723, both 0.0150 /
-0.059. fp32 is held to 2 % of these. bf16 depends on the CPU's matrix instructions (both: 0.018 to
-0.021 / 0.077 to 0.093 were seen), so it is held to the bounds that replay must reach.
+0.059; "both" with layers reversed 1.52, batch-major over all nine trajectories 1.56. fp32 is held
+to 2 % of these, 3 % where routes are misplaced; the means of the other misplacements are this
+demo's own, held so that no change moves them unseen. bf16 depends on the CPU's matrix instructions
+(both: 0.018 to 0.021 / 0.077 to 0.093 were seen), so it is held to the bounds that replay must
+reach.
 """
 
 import argparse
@@ -12,6 +15,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -128,12 +132,22 @@ def test_the_picture_shows_both_panels(both_dtypes):
     assert after[: height // 2, : width // 2].sum() > 2000
 
 
-@pytest.mark.parametrize("how", ["late", "early", "batch-major", "layers"])
-def test_routes_in_the_wrong_place_show(how, capsys):
-    assert run("--break", how, "--dtype", "fp32") == 0
+@pytest.mark.parametrize(
+    ("how", "size", "mean"),
+    [
+        ("late", 3, 1.050),
+        ("early", 3, 0.945),
+        ("batch-major", 3, 1.379),
+        ("batch-major", 9, 1.56),
+        ("layers", 3, 1.52),
+    ],
+)
+def test_routes_in_the_wrong_place_show(how, size, mean, capsys):
+    options = ("--microbatch-size", size) if size != 3 else ()
+    assert run("--break", how, "--dtype", "fp32", *options) == 0
     output = capsys.readouterr().out
     table = gaps(output)
-    assert table["both"][0][0] > 0.5
+    assert table["both"][0][0] == pytest.approx(mean, rel=0.03)
     assert table["both"][0][2] > 3
     assert table["support"][0][0] == pytest.approx(0.0426, rel=0.02)  # live: untouched
     assert f"--break {how}" in output
@@ -208,6 +222,49 @@ def test_a_capture_that_the_trainer_made_itself_has_no_gap(tmp_path, capsys):
     assert cells(output, "routers asked, in the training schedule") == ["2 of 2, 2 times"]
     assert run(*options, "--break", "layers") == 0
     assert gaps(capsys.readouterr().out)["both"][0][0] > 0.1
+
+
+SHIMS = """
+import sys, torch
+from packhorse.replay import cpu_megatron
+from tests.megatron.test_demo import run
+names = (torch.zeros, torch.Tensor.cuda, torch.cuda.Stream, torch.cuda.current_device)
+for options, code in ((("--dtype", "fp32"), 0), (("--model", sys.argv[1]), 2)):
+    assert run(*options) == code
+    now = (torch.zeros, torch.Tensor.cuda, torch.cuda.Stream, torch.cuda.current_device)
+    assert now == names
+    assert not cpu_megatron._patched
+assert cpu_megatron.install_cpu_shims() == (not torch.cuda.is_available())
+shimmed = torch.zeros
+assert run("--dtype", "fp32") == 0
+assert torch.zeros is shimmed
+"""
+
+
+def test_the_shims_that_a_run_installed_are_taken_off(model_with):
+    """And those that were there before stay; a run without the weights' shape is refused late."""
+    done = subprocess.run(
+        [sys.executable, "-c", SHIMS, model_with(moe_intermediate_size=16)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_only_megatrons_warnings_are_silenced(monkeypatch, capsys):
+    compare = demo.compare.compare
+
+    def warn(*args, **options):
+        warnings.warn_explicit("theirs", UserWarning, "x.py", 1, module="megatron.core.x")
+        warnings.warn("ours", UserWarning, stacklevel=1)
+        return compare(*args, **options)
+
+    monkeypatch.setattr(demo.compare, "compare", warn)
+    with pytest.warns(UserWarning, match="^ours$") as caught:
+        assert run("--dtype", "fp32") == 0
+    assert len(caught) == 1
 
 
 # --- refusals: exit code 2, one line, no traceback ------------------------------------------------
@@ -295,7 +352,9 @@ def test_what_is_not_installed_is_named(monkeypatch, tmp_path, capsys):
         raise ModuleNotFoundError("No module named 'megatron'", name="megatron")
 
     monkeypatch.setattr(cpu_megatron, "install_cpu_shims", absent)
-    assert "megatron-core is not installed: pip install" in refused(capsys)
+    message = refused(capsys)
+    assert "megatron-core is not installed: pip install 'megatron-core>=0.16.1'" in message
+    assert "packhorse[" not in message
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "safetensors", None)
     assert "safetensors is not installed" in refused(capsys)
@@ -306,4 +365,5 @@ def test_what_is_not_installed_is_named(monkeypatch, tmp_path, capsys):
         "find_spec",
         lambda name: None if name == "matplotlib" else find_spec(name),
     )
-    assert "--plot needs matplotlib" in refused(capsys, "--plot", tmp_path / "out.png")
+    message = refused(capsys, "--plot", tmp_path / "out.png")
+    assert "--plot needs matplotlib: pip install matplotlib" in message
