@@ -131,9 +131,9 @@ def find_routers(chunk: nn.Module) -> list[LocatedRouter]:
 
 
 def _is_mtp(path: str, module: Any) -> bool:
-    return bool(getattr(module, "is_mtp_layer", False)) or any(
-        part.startswith("mtp") for part in path.split(".")
-    )
+    """By the router's own flag (Megatron 0.17 and later), else by the ``mtp`` block's name."""
+    flag = getattr(module, "is_mtp_layer", None)
+    return "mtp" in path.split(".") if flag is None else bool(flag)
 
 
 def _mtp_depth(path: str, module: Any) -> int:
@@ -174,9 +174,13 @@ def chunk_config(chunk: nn.Module, routers: Sequence[LocatedRouter]) -> Any:
 def scatters_padding_mask(chunk: nn.Module) -> bool:
     """Whether the model slices its ``padding_mask`` itself under sequence parallelism.
 
-    ``GPTModel`` does so where it embeds; its later stages and ``HybridModel`` never do.
+    ``GPTModel`` does so where it embeds; its later stages and ``HybridModel`` never do. The model
+    is the outermost module with ``pre_process``: a wrapper of the user's own may hold it.
     """
-    return bool(getattr(chunk, "pre_process", False)) and not _is_hybrid(chunk)
+    for module in chunk.modules():
+        if hasattr(module, "pre_process"):
+            return bool(module.pre_process) and not _is_hybrid(module)
+    return False
 
 
 # --- can it replay --------------------------------------------------------------------------------
@@ -329,6 +333,12 @@ def captured_positions(
             )
         positions.append(by_layer[router.layer])
     local = _local_layers(chunk, decoder)
+    if local is None and not decoder and moe_layers:
+        raise ValueError(
+            f"ReplaySession: {type(chunk).__name__} has MoE layers by its config, but neither a"
+            " router nor a decoder.layers stack that says which layers stand here; nothing of it"
+            " would replay"
+        )
     if local is not None:
         wanted = set(by_layer) if captured.kind == "listed" else set(moe_layers)
         lacking = sorted((wanted & local) - {router.layer for router in decoder})

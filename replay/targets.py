@@ -9,12 +9,14 @@ and ids that come back. On megatron-core 0.16.1 to 0.19.2 any object with that m
     scores        scores.gather(1, ids): live, so gradients reach the router
 
 A call inside a backward is a recompute. A first pass is remembered for one exactly when the step
-wants gradients and the call does not have them: that is how a re-entrant checkpoint runs it.
+wants gradients and the call does not have them: that is how a re-entrant checkpoint runs it. Which
+first pass a recompute repeats is told by autograd's sequence numbers, not by the order of calls:
+the checkpoint's node was numbered just before its first pass, so backwards may run in any order,
+and a microbatch whose backward is left out does not shift the others.
 
 Sizes: T token slots of the rank's routers, K experts a token, E experts.
 """
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -55,6 +57,12 @@ class _Answer(NamedTuple):
     padding_mask: Tensor
 
 
+class _FirstPass(NamedTuple):
+    sequence: int  # number of the next autograd node at the call
+    microbatch: int
+    answer: _Answer
+
+
 class RouterTargets:
     """Stands on ``router.router_replay``.
 
@@ -78,8 +86,8 @@ class RouterTargets:
         self.recomputed = 0
         self._open: OpenMicrobatch | None = None
         self._calls = 0  # of the open microbatch
-        # microbatches in the order of their first pass, each with its calls in order
-        self._remembered: deque[tuple[int, list[_Answer]]] = deque()
+        self._remembered: list[_FirstPass] = []  # ascending in sequence
+        self._recomputed_by: dict[int, int] = {}  # checkpoint node -> the backward that ran it
 
     # --- the session's side -----------------------------------------------------------------------
 
@@ -106,16 +114,17 @@ class RouterTargets:
         if self._remembered:
             raise ValueError(
                 f"ReplaySession: {self.name} still holds the routes of microbatch"
-                f" {self._remembered[0][0]} ({len(self._remembered)} in all): its recompute did"
-                " not run inside the schedule. Run forward-only schedules under torch.no_grad(),"
-                " and every backward inside the schedule; a checkpoint whose input needs no"
-                " gradient has no backward"
+                f" {self._remembered[0].microbatch} ({len(self._remembered)} in all): its recompute"
+                " did not run inside the schedule. Run every backward inside the schedule, and"
+                " session.begin itself under torch.no_grad() where the forward is; a checkpoint"
+                " whose input needs no gradient (frozen lower layers) has no backward"
             )
 
     def forget(self) -> None:
         """Drop every tensor."""
         self._open, self.padding_mask = None, None
         self._remembered.clear()
+        self._recomputed_by.clear()
 
     def check_input(self, router: Any, inputs: tuple[Any, ...]) -> None:
         """Forward pre-hook of the router: its input is [sequence, batch, hidden] as laid out.
@@ -185,27 +194,34 @@ class RouterTargets:
                 targets = torch.where(opened.live_rows[:, None], chosen, targets)
             answer = _Answer(targets, mask)
         if opened.wants_grad and not torch.is_grad_enabled():
-            if not self._remembered or self._remembered[-1][0] != opened.index:
-                self._remembered.append((opened.index, []))
-            self._remembered[-1][1].append(answer)
+            self._remember(opened.index, answer)
         return answer
 
+    def _remember(self, microbatch: int, answer: _Answer) -> None:
+        sequence = torch.autograd._get_sequence_nr()
+        if self._remembered and sequence < self._remembered[-1].sequence:
+            raise ValueError(
+                f"{self._where()}: first passes under recompute must run in one thread, since"
+                " autograd numbers its nodes in each thread by itself"
+            )
+        self._remembered.append(_FirstPass(sequence, microbatch, answer))
+
     def _recall(self) -> _Answer:
-        """The oldest microbatch's last call: microbatches are recomputed in order, calls within
-        one from the last to the first."""
-        if not self._remembered:
+        """The answer of the first pass that the running checkpoint node wraps: the earliest one
+        after the node's own number."""
+        node = torch._C._current_autograd_node()._sequence_nr()
+        backward = torch._C._current_graph_task_id()
+        kept = next((i for i, f in enumerate(self._remembered) if f.sequence > node), None)
+        if kept is None or self._recomputed_by.setdefault(node, backward) != backward:
             raise ValueError(
                 f"ReplaySession: {self.name} is recomputed in a backward, but no routes were kept"
                 f" for it ({self.asked} first passes, {self.recomputed} recomputes so far): its"
-                " first pass ran with gradients on, as a non-re-entrant checkpoint does, or is"
+                " first pass ran with gradients on, as a non-re-entrant checkpoint does, or"
+                " session.begin ran under torch.no_grad() and the forward did not, or it is"
                 " recomputed twice. Use Megatron's own re-entrant recompute"
             )
-        answers = self._remembered[0][1]
-        answer = answers.pop()
-        if not answers:
-            self._remembered.popleft()
         self.recomputed += 1
-        return answer
+        return self._remembered.pop(kept).answer
 
     # --- checks -----------------------------------------------------------------------------------
 

@@ -204,6 +204,49 @@ def mtp_model(**over):
     return build_model(**settings)
 
 
+class Wrapper(torch.nn.Module):
+    """A user's own, whose attribute's name says nothing about the model in it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.mtp_policy = inner
+        self.config = inner.config
+
+    def forward(self, **inputs):
+        return self.mtp_policy(**inputs)
+
+
+def test_a_wrapper_whose_attribute_begins_with_mtp_does_not_make_routers_live():
+    model = build_model()
+    wrapped, batch = Wrapper(model), make_batch()
+    session = make_session(wrapped)
+    with RouteLog() as log, session.schedule([batch.microbatch]):
+        step = session.begin(wrapped)
+        wrapped(**batch.inputs, padding_mask=step.padding_mask)
+    assert_replayed(log, model, [batch])
+
+
+def test_who_slices_the_padding_mask_is_told_through_any_wrapper():
+    from packhorse.replay.routers import scatters_padding_mask
+
+    model = build_model()
+    assert scatters_padding_mask(model)
+    assert scatters_padding_mask(Wrapper(model))
+    model.pre_process = False
+    assert not scatters_padding_mask(Wrapper(model))
+
+
+def test_a_model_of_which_nothing_would_replay_is_refused():
+    class OwnStack(torch.nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.config = config
+            self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+
+    with pytest.raises(ValueError, match=r"OwnStack has MoE layers .* nothing of it would replay"):
+        make_session(OwnStack(build_model().config))
+
+
 def test_an_mtp_head_numbered_like_a_decoder_layer_runs_live():
     model = mtp_model()
     (head,) = routers_of(model, mtp=True)

@@ -15,7 +15,9 @@ from tests.megatron.helpers import (
     RouteLog,
     assert_clean,
     assert_replayed,
+    assert_same_gradients,
     build_model,
+    gradients_of,
     make_batch,
     make_session,
     replay_objects,
@@ -322,6 +324,87 @@ def test_sessions_of_two_models_may_be_open_together():
 
 
 # --- recompute that does not fit ------------------------------------------------------------------
+
+
+def gradients_after(model, batches, backward):
+    """Gradients of all microbatches' losses, each forward first, then ``backward(losses)``."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    session = make_session(model)
+    with session.schedule([batch.microbatch for batch in batches]):
+        losses = []
+        for batch in batches:
+            step = session.begin(model)
+            inputs = {**batch.inputs, "labels": None}  # logits: the loss works in place
+            output = model(**inputs, padding_mask=step.padding_mask)
+            losses.append(output.float().square().mean())
+        backward(losses)
+    return gradients_of(model)
+
+
+def backward_in_order(losses):
+    for loss in losses:
+        loss.backward()
+
+
+def backward_reversed(losses):
+    for loss in reversed(losses):
+        loss.backward()
+
+
+def backward_of_the_sum(losses):
+    sum(losses).backward()
+
+
+@pytest.mark.parametrize("recompute", ["full uniform", "full block", "moe"])
+@pytest.mark.parametrize("backward", [backward_in_order, backward_reversed, backward_of_the_sum])
+def test_backwards_in_any_order_recompute_their_own_microbatch(recompute, backward):
+    batches = [make_batch(seed=seed) for seed in range(3)]  # of equal token counts
+    expected = gradients_after(build_model(), batches, backward)
+    actual = gradients_after(build_model(**RECOMPUTE[recompute]), batches, backward)
+    assert_same_gradients(actual, expected)
+
+
+def test_a_backward_that_is_left_out_does_not_shift_the_others():
+    batches = [make_batch(seed=seed) for seed in range(2)]
+    model = build_model(**FULL)
+    with pytest.raises(ValueError, match="still holds the routes of microbatch 0 "):
+        gradients_after(model, batches, lambda losses: losses[1].backward())
+    alone = build_model()
+    expected = gradients_after(alone, batches, lambda losses: losses[1].backward())
+    assert_same_gradients(gradients_of(model), expected)
+
+
+def test_a_second_backward_of_one_graph_is_an_error_under_recompute():
+    batches = [make_batch(seed=seed) for seed in range(2)]
+
+    def twice(losses):
+        losses[0].backward(retain_graph=True)
+        losses[0].backward()
+
+    with pytest.raises(ValueError, match="is recomputed twice"):
+        gradients_after(build_model(**FULL), batches, twice)
+
+
+def test_first_passes_of_two_threads_are_refused_under_recompute():
+    from concurrent.futures import ThreadPoolExecutor
+
+    batches = [make_batch(seed=seed) for seed in range(2)]
+    model = build_model(**FULL)
+    session = make_session(model)
+    torch.ones(1, requires_grad=True).exp()  # this thread's numbers are ahead of a new one's
+
+    def run():
+        with session.schedule([batch.microbatch for batch in batches]):
+            step = session.begin(model)
+            model(**batches[0].inputs, padding_mask=step.padding_mask)
+            step = session.begin(model)
+            inputs = {**batches[1].inputs, "padding_mask": step.padding_mask}
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(lambda: model(**inputs)).result()
+
+    with pytest.raises(ValueError, match="must run in one thread"):
+        run()
 
 
 def test_a_non_reentrant_checkpoint_is_a_loud_error():
