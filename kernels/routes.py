@@ -306,11 +306,15 @@ def gather_routes(
     if CHECK_VALUES:
         in_range = ((row_ids >= MISSING_ROW) & (row_ids < routes.shape[0])).all()
         torch._assert_async(in_range, f"{name}: a row id is outside [-1, {routes.shape[0]})")
-        known = ((routes >= 0) & (routes < num_experts)).all()
+        delivered = table
+        if delivered is None:
+            steps = torch.arange(num_layers, device=routes.device)
+            delivered = first_layer + layer_step * steps
+        listed = (delivered >= 0) & (delivered < routes.shape[1])
+        torch._assert_async(listed.all(), f"{name}: a layer is outside [0, {routes.shape[1]})")
+        chosen = routes.index_select(1, torch.where(listed, delivered, 0))
+        known = ((chosen >= 0) & (chosen < num_experts)).all()
         torch._assert_async(known, f"{name}: an expert is outside [0, {num_experts})")
-        if table is not None:
-            listed = ((table >= 0) & (table < routes.shape[1])).all()
-            torch._assert_async(listed, f"{name}: a layer is outside [0, {routes.shape[1]})")
     return _gather_routes_op(
         routes, row_ids, table, first_layer, layer_step, num_layers, num_experts,
         dummy == "spread", ep_size, spread_offset, dtype,

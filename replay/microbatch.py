@@ -20,6 +20,7 @@ from torch import Tensor
 
 from packhorse.kernels.routes import ROUTE_DTYPES
 from packhorse.packed.tensor import PackedTensor
+from packhorse.replay.host import host_masks
 from packhorse.replay.layout import TokenLayout
 
 _NAME = "ReplayMicrobatch"
@@ -217,6 +218,11 @@ def _check_routes(layout: TokenLayout, routes: PackedTensor) -> None:
 def _per_trajectory(layout: TokenLayout, field: str, values: Sequence[Any]) -> list[Any]:
     if isinstance(values, Tensor) and values.device.type != "cpu":
         raise TypeError(f"{_NAME}: {field} must be on the host, not on {values.device}")
+    if not isinstance(values, Sequence | np.ndarray | Tensor):
+        raise TypeError(
+            f"{_NAME}: {field} must be a sequence of one entry a trajectory, got"
+            f" {type(values).__name__}"
+        )
     listed = list(values)
     if len(listed) != layout.num_sequences:
         raise ValueError(
@@ -230,7 +236,7 @@ def _flags(layout: TokenLayout, missing: Sequence[bool] | None) -> tuple[bool, .
         return (False,) * layout.num_sequences
     flags = []
     for i, value in enumerate(_per_trajectory(layout, "missing", missing)):
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and value.numel() == 1:
             value = value.item()
         if not isinstance(value, bool | np.bool_):
             raise TypeError(f"{_NAME}: missing of trajectory {i} must be a bool, got {value!r}")
@@ -242,30 +248,13 @@ def _positions(
     layout: TokenLayout, field: str, masks: Sequence[Any] | None
 ) -> list[np.ndarray | None]:
     """Ascending True positions of each trajectory's mask; None where there is no mask."""
-    if masks is None:
-        return [None] * layout.num_sequences
     positions: list[np.ndarray | None] = []
-    for i, mask in enumerate(_per_trajectory(layout, field, masks)):
-        if mask is None:
-            positions.append(None)
-            continue
-        where = f"{_NAME}: {field} of trajectory {i}"
-        if isinstance(mask, Tensor):
-            if mask.device.type != "cpu":
-                raise TypeError(f"{where} must be on the host, not on {mask.device}")
-            mask = mask.detach().numpy()
-        values = np.asarray(mask)
-        if values.shape != (layout.lengths[i],):
+    for i, mask in enumerate(host_masks(_NAME, field, masks, layout.lengths)):
+        found = None if mask is None else np.flatnonzero(mask)
+        if field == "loss_masks" and found is not None and found.size and found[0] == 0:
             raise ValueError(
-                f"{where} must be [{layout.lengths[i]}], one a token, got {list(values.shape)}"
-            )
-        if values.dtype != np.bool_ and not ((values == 0) | (values == 1)).all():
-            raise TypeError(f"{where} must be bool (or 0 and 1), got {values.dtype}")
-        found = np.flatnonzero(values)
-        if field == "loss_masks" and found.size and found[0] == 0:
-            raise ValueError(
-                f"{where} trains token 0, which nothing predicts: the mask is over the tokens"
-                " that are targets, not over the positions of their logits"
+                f"{_NAME}: {field} of trajectory {i} trains token 0, which nothing predicts: the"
+                " mask is over the tokens that are targets, not over the positions of their logits"
             )
         positions.append(found)
     return positions

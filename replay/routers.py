@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from packhorse.replay.host import is_int
 from packhorse.replay.layout import TokenLayout
 
 _IN_LAYERS = re.compile(r"^(.*?\blayers)\.(\d+)\.")
@@ -44,11 +45,11 @@ class CapturedLayers:
     @classmethod
     def decoder(cls, num_layers: int) -> "CapturedLayers":
         """All ``num_layers`` decoder layers of the model, dense ones included."""
-        if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
+        if not is_int(num_layers) or num_layers < 1:
             raise ValueError(
                 f"CapturedLayers.decoder: num_layers must be an integer >= 1, got {num_layers!r}"
             )
-        return cls("decoder", num_layers=num_layers)
+        return cls("decoder", num_layers=int(num_layers))
 
     @classmethod
     def moe_only(cls) -> "CapturedLayers":
@@ -58,13 +59,13 @@ class CapturedLayers:
     @classmethod
     def listed(cls, layers: Sequence[int | None]) -> "CapturedLayers":
         """One 0-based global layer (Megatron's ``layer_number - 1``) or None a position."""
-        listed = tuple(layers)
-        named = [layer for layer in listed if layer is not None]
+        named = [layer for layer in layers if layer is not None]
         for layer in named:
-            if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
+            if not is_int(layer) or layer < 0:
                 raise ValueError(
                     f"CapturedLayers.listed: layers must be integers >= 0 or None, got {layer!r}"
                 )
+        listed = tuple(None if layer is None else int(layer) for layer in layers)
         if not named:
             raise ValueError("CapturedLayers.listed: no layer is named")
         if len(set(named)) != len(named):

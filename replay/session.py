@@ -129,6 +129,10 @@ class ReplaySession:
         captured_layers: CapturedLayers,
         allow_live_aux_loss: bool = False,
     ) -> None:
+        if not isinstance(model, nn.Module | Sequence):
+            raise TypeError(
+                f"{_NAME}: model must be a module or a list of them, got {type(model).__name__}"
+            )
         models = [model] if isinstance(model, nn.Module) else list(model)
         for chunk in models:
             if not isinstance(chunk, nn.Module):
@@ -164,6 +168,11 @@ class ReplaySession:
         """
         if self._schedule is not None:
             raise ValueError(f"{_NAME}.schedule: a schedule of this session is still open")
+        if not isinstance(microbatches, Sequence):
+            raise TypeError(
+                f"{_NAME}.schedule: microbatches must be a list of ReplayMicrobatch, got"
+                f" {type(microbatches).__name__}"
+            )
         chunks = self._survey()
         given = list(microbatches)
         _check_microbatches(chunks, given)
@@ -190,6 +199,11 @@ class ReplaySession:
             ValueError: no schedule is open, ``model`` is no chunk of it, every microbatch was begun
                 already, or the chunk's last one never asked for its routes.
         """
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"{_NAME}.begin: model must be the module that forward_step was given, got"
+                f" {type(model).__name__}"
+            )
         if self._schedule is None:
             raise ValueError(f"{_NAME}.begin: no schedule is open")
         return self._schedule.begin(model)

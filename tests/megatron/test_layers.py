@@ -1,5 +1,6 @@
 """Which router replays which captured layer."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -367,3 +368,21 @@ def test_a_session_refuses_what_is_no_model_or_axis():
         ReplaySession([], captured_layers=CapturedLayers.moe_only())
     with pytest.raises(TypeError, match="captured_layers must be CapturedLayers, got int"):
         ReplaySession(build_model(), captured_layers=3)
+
+
+def test_what_is_no_list_of_microbatches_or_no_module_is_refused_by_name():
+    model, batch = build_model(), make_batch()
+    captured = CapturedLayers.decoder(3)
+    with pytest.raises(TypeError, match="ReplaySession: model must be a module or a list"):
+        ReplaySession(None, captured_layers=captured)
+    session = ReplaySession(model, captured_layers=captured)
+    schedule = session.schedule(batch.microbatch)
+    with pytest.raises(TypeError, match="microbatches must be a list of ReplayMicrobatch"):
+        schedule.__enter__()
+    with pytest.raises(TypeError, match=r"ReplaySession.begin: model must be the module"):
+        session.begin([model])
+
+
+def test_captured_layers_take_numpy_integers():
+    assert CapturedLayers.decoder(np.int64(3)) == CapturedLayers.decoder(3)
+    assert CapturedLayers.listed(np.array([2, 0])) == CapturedLayers.listed([2, 0])
