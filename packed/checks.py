@@ -1,13 +1,15 @@
 """What a packed tensor may be made of. Shapes, dtypes and devices only: no value is read."""
 
 import math
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from packhorse.packed.host import check_total
+
+_INT64_MAX: Final = 2**63 - 1
 
 
 def check_values(name: str, values: Tensor, what: str = "values") -> None:
@@ -40,7 +42,7 @@ def check_offsets(values: Tensor, cu_seqlens: Tensor) -> None:
 def check_bounds(bounds: np.ndarray, num_rows: int) -> None:
     if bounds[0] != 0:
         raise ValueError(f"PackedTensor: cu_seqlens must start at 0, got {bounds[0]}")
-    falls = np.flatnonzero(np.diff(bounds) < 0)
+    falls = np.flatnonzero(bounds[1:] < bounds[:-1])
     if falls.size:
         raise ValueError(f"PackedTensor: cu_seqlens decreases after segment {falls[0]}")
     if bounds[-1] != num_rows:
@@ -61,13 +63,21 @@ def check_alike(name: str, what: str, tensor: Tensor, other_what: str, other: Te
         raise ValueError(f"{name}: {what} is on {tensor.device}, {other_what} on {other.device}")
 
 
+def check_padded_size(name: str, num_segments: int, width: int, values: Tensor) -> None:
+    """No tensor has more than int64's maximum of bytes; numpy and torch wrap around, or abort."""
+    size_bytes = max(num_segments, 1) * width * max(values.shape[1:].numel(), 1) * values.itemsize
+    if size_bytes > _INT64_MAX:
+        raise ValueError(f"{name}: width={width} makes a tensor of {size_bytes} bytes")
+
+
 def check_fill(name: str, fill: Any, dtype: torch.dtype) -> None:
-    if not isinstance(fill, int | float | np.number | np.bool_):
-        raise TypeError(f"{name}: fill must be a number, got {type(fill).__name__}")
+    if not isinstance(fill, int | float | np.integer | np.floating | np.bool_):
+        raise TypeError(f"{name}: fill must be a real number, got {type(fill).__name__}")
     fits: bool | np.bool_
     number: Any = fill
     if dtype.is_floating_point or dtype.is_complex:
-        fits = not math.isfinite(number) or abs(number) <= torch.finfo(dtype).max
+        largest = torch.finfo(dtype).max  # an int may be past every float: compare it as it is
+        fits = abs(number) <= largest or (not isinstance(number, int) and not math.isfinite(number))
     elif dtype == torch.bool:
         fits = number in (0, 1)
     else:  # the range first: a NaN is in none

@@ -11,6 +11,7 @@ float32 logprobs.
 Sizes: L captured layers, K experts a token, E experts, V vocabulary, C width of the support.
 """
 
+import sys
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, Final, NamedTuple
@@ -19,7 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packhorse.packed.host import accumulate, check_total, host_count, host_ints
+from packhorse.packed.host import (
+    accumulate,
+    as_int64,
+    check_total,
+    host_count,
+    host_ints,
+    tensor_array,
+)
 from packhorse.packed.sentinels import MISSING_EXPERT, NO_CANDIDATE
 from packhorse.packed.tensor import PackedTensor
 
@@ -92,6 +100,8 @@ def pack_routes(
             (num_layers, "num_layers"),
         )
     )
+    check_total(name, num_experts, "experts")
+    check_total(name, num_layers, "layers")
     if topk > num_experts:
         raise ValueError(f"{name}: topk={topk} is above num_experts={num_experts}")
     experts_at = _moe_layers(name, moe_layers, num_layers)
@@ -204,6 +214,7 @@ def pack_support(
     *,
     vocab_size: int,
     width: int | None = None,
+    max_bytes: int = 4 * 2**30,
 ) -> PackedTensor:
     """Join the sampling supports of B trajectories into rows of one width.
 
@@ -217,6 +228,9 @@ def pack_support(
             empty.
         vocab_size: V.
         width: C, at least the widest row; by default as wide as that, and at least 1.
+        max_bytes: what the result may take, 4 N C bytes. One row of the whole vocabulary (a token
+            that no filter cut) makes every row as wide: leave such a row empty or score its batch
+            on its own. A ragged form will carry such rows.
 
     Returns:
         [N, C] int32: the ids of a row in their given order from column 0, then -1.
@@ -224,13 +238,15 @@ def pack_support(
     Raises:
         TypeError: an argument or a trajectory has a wrong type, or is on a device.
         ValueError: the rows of a trajectory are not as many as its response tokens; an id is out of
-            range or repeated in its row; the sampled id is no member; a row does not fit ``width``.
+            range or repeated in its row; the sampled id is no member; a row does not fit ``width``,
+            or makes the result larger than ``max_bytes``.
     """
     name = "pack_support"
     vocab_size = _positive(vocab_size, f"{name}: vocab_size")
     check_total(name, vocab_size, "token ids")
     if width is not None:
         width = _positive(width, f"{name}: width")
+    max_bytes = host_count(max_bytes, f"{name}: max_bytes")
     if not isinstance(sampled_ids, Sequence):
         raise TypeError(f"{name}: sampled_ids must be a sequence of one id sequence a trajectory")
     sampled = [
@@ -275,6 +291,13 @@ def pack_support(
     if widest > width:
         row = int(np.argmax(counts > width))
         raise ValueError(f"{place(row)}: {counts[row]} ids do not fit width={width}")
+    num_bytes = 4 * counts.size * width
+    if num_bytes > max_bytes:
+        row = int(np.argmax(counts))
+        raise ValueError(
+            f"{place(row)}: {counts[row]} ids are its widest row; all {counts.size} rows of width"
+            f" {width} are {num_bytes} bytes, above max_bytes={max_bytes}"
+        )
 
     values = torch.full((counts.size, width), NO_CANDIDATE, dtype=torch.int32)
     columns = np.arange(rows.size, dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -304,7 +327,11 @@ def _support_rows(
             array = _integer_array(given, where)
             if array.ndim != 2:
                 raise ValueError(f"{where} must be [response tokens, C], got shape {array.shape}")
-            part = array.astype(np.int64).reshape(-1), np.full(array.shape[0], array.shape[1])
+            if array.shape[0] != num_tokens:
+                raise ValueError(
+                    f"{where} has {array.shape[0]} rows for {num_tokens} response tokens"
+                )
+            part = as_int64(array, where).reshape(-1), np.full(array.shape[0], array.shape[1])
         else:
             part = _listed_rows(where, given)
         if part[1].size != num_tokens:
@@ -318,10 +345,10 @@ def _support_rows(
 def _csr_rows(where: str, given: SupportRows) -> tuple[np.ndarray, np.ndarray]:
     token_ids = host_ints(given.token_ids, f"{where}: token_ids")
     offsets = host_ints(given.row_offsets, f"{where}: row_offsets")
-    counts = np.diff(offsets)
-    if offsets.size == 0 or offsets[0] != 0 or offsets[-1] != token_ids.size or (counts < 0).any():
+    ends = (0, token_ids.size)
+    if offsets.size == 0 or (offsets[0], offsets[-1]) != ends or (offsets[1:] < offsets[:-1]).any():
         raise ValueError(f"{where}: row_offsets must rise from 0 to its {token_ids.size} ids")
-    return token_ids, counts
+    return token_ids, np.diff(offsets)
 
 
 def _listed_rows(where: str, given: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -381,8 +408,8 @@ def _float_array(given: Any, where: str) -> np.ndarray:
     if isinstance(given, Tensor):
         if given.device.type != "cpu":
             raise TypeError(f"{where} is on {given.device}; it must be on the host")
-        if not given.dtype.is_floating_point:
-            raise TypeError(f"{where} must hold floats, got {given.dtype}")
+        if not given.dtype.is_floating_point or given.is_nested or given.layout != torch.strided:
+            raise TypeError(f"{where} must hold floats, got {given.dtype}, {given.layout}")
         given = given.detach().to(torch.float32).numpy()
     elif isinstance(given, np.ndarray):
         if given.dtype.kind != "f":
@@ -392,7 +419,13 @@ def _float_array(given: Any, where: str) -> np.ndarray:
     try:
         with np.errstate(over="ignore"):  # an overflow is reported as infinite
             return np.ascontiguousarray(given, dtype=np.float32)  # None becomes NaN
-    except (TypeError, ValueError):
+    except OverflowError:  # an int past float64
+        for token, value in enumerate(given):
+            if isinstance(value, int) and abs(value) > sys.float_info.max:
+                sign = "-" if value < 0 else ""
+                raise ValueError(f"{where}, token {token}: {sign}inf is not finite") from None
+        raise TypeError(f"{where} must hold floats only") from None
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with a gradient
         raise TypeError(f"{where} must hold floats only") from None
 
 
@@ -427,11 +460,9 @@ def _check_sequence(name: str, field: str, given: Any, expected: int, beside: st
 
 def _integer_array(given: Any, where: str) -> np.ndarray:
     if isinstance(given, Tensor):
-        if given.device.type != "cpu":
-            raise TypeError(f"{where} is on {given.device}; it must be on the host")
-        if given.dtype.is_floating_point or given.dtype.is_complex or given.dtype == torch.bool:
+        if given.dtype == torch.bool:
             raise TypeError(f"{where} must hold integers, got {given.dtype}")
-        return given.detach().numpy()
+        return tensor_array(given, where)
     if not isinstance(given, np.ndarray):
         raise TypeError(f"{where} must be an array or a tensor, got {type(given).__name__}")
     if given.dtype.kind not in "iu":

@@ -13,6 +13,12 @@ import torch
 from torch import Tensor
 
 INT32_MAX: Final = 2**31 - 1
+_INT64: Final = np.iinfo(np.int64)
+_SIGNED: Final = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
 
 #: What selects several segments: a list, tensor or array of ints or bools, a range, a slice.
 Selector: TypeAlias = "list[int] | list[bool] | range | slice | np.ndarray | Tensor"
@@ -27,10 +33,8 @@ def is_scalar(value: Any) -> bool:
 
 def host_int(value: Any, where: str) -> int:
     """``value`` as an int. Booleans, floats and tensors of a device are a ``TypeError``."""
-    if isinstance(value, Tensor):
-        _refuse_device(value, where)
-        if value.ndim == 0:
-            value = value.numpy()[()]
+    if isinstance(value, Tensor) and value.ndim == 0:
+        value = tensor_array(value, where)[()]
     if isinstance(value, bool | np.bool_):
         raise TypeError(f"{where} must be an integer, got {value!r}")
     try:
@@ -55,16 +59,20 @@ def host_ints(values: Any, where: str) -> np.ndarray:
         ValueError: not 1-D, or an integer past int64.
     """
     if isinstance(values, Tensor):
-        _refuse_device(values, where)
-        values = values.detach().numpy()
+        values = tensor_array(values, where)
     if isinstance(values, np.ndarray):
         if values.dtype.kind not in "iu":
             raise TypeError(f"{where} must hold integers, got {values.dtype}")
         if values.ndim != 1:
             raise ValueError(f"{where} must be 1-D, got shape {values.shape}")
-        return values.astype(np.int64)
+        return as_int64(values, where)
     if isinstance(values, range):
-        return np.arange(values.start, values.stop, values.step, dtype=np.int64)
+        ends = (values[0], values[-1]) if values else (0, 0)
+        if not all(_INT64.min <= end <= _INT64.max for end in ends):
+            raise ValueError(f"{where} holds an integer past int64")
+        if abs(ends[1] - ends[0]) // abs(values.step) > INT32_MAX:
+            raise ValueError(f"{where} is a range of more than {INT32_MAX} integers")
+        return ends[0] + values.step * np.arange(len(values), dtype=np.int64)
     if not isinstance(values, list | tuple):
         raise TypeError(f"{where} must be a list of integers, got {type(values).__name__}")
     if not all(type(value) is int for value in values):
@@ -73,6 +81,30 @@ def host_ints(values: Any, where: str) -> np.ndarray:
         return np.array(values, dtype=np.int64)
     except OverflowError:
         raise ValueError(f"{where} holds an integer past int64") from None
+
+
+def as_int64(values: np.ndarray, where: str) -> np.ndarray:
+    """A copy of integers as int64; one of uint64 that it does not hold is a ``ValueError``."""
+    if values.dtype.kind == "u" and values.size and values.max() > _INT64.max:
+        place = np.unravel_index(int(np.argmax(values)), values.shape)
+        raise ValueError(
+            f"{where} holds an integer past int64, {values[place]} at {[int(i) for i in place]}"
+        )
+    return values.astype(np.int64)
+
+
+def tensor_array(tensor: Tensor, where: str) -> np.ndarray:
+    """The host array over an integer or boolean tensor's memory.
+
+    Raises:
+        TypeError: the tensor is on a device, is not dense, or holds neither.
+    """
+    _refuse_device(tensor, where)
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise TypeError(f"{where} must be a dense tensor, got layout {tensor.layout}")
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        raise TypeError(f"{where} must hold integers, got {tensor.dtype}")
+    return tensor.detach().numpy()
 
 
 def slice_bounds(selector: slice, num_segments: int, where: str) -> tuple[int, int, int]:
@@ -102,10 +134,9 @@ def segment_ids(selector: Any, num_segments: int, where: str) -> np.ndarray:
     if isinstance(selector, tuple):
         raise TypeError(f"{where}: got a tuple as index; select several segments with a list")
     if isinstance(selector, Tensor):
-        _refuse_device(selector, f"{where}: the index")
         if selector.dtype == torch.uint8:
             raise TypeError(f"{where}: a uint8 tensor as index is ambiguous; use bool or int64")
-        selector = selector.detach().numpy()
+        selector = tensor_array(selector, f"{where}: the index")
     if isinstance(selector, list) and selector:
         num_bools = sum(isinstance(item, bool | np.bool_) for item in selector)
         if num_bools == len(selector):
@@ -121,6 +152,8 @@ def segment_ids(selector: Any, num_segments: int, where: str) -> np.ndarray:
     if not isinstance(selector, list | range | np.ndarray):
         raise TypeError(f"{where}: cannot index with {type(selector).__name__}")
 
+    if isinstance(selector, range):  # of more ids than are legal, one of the first is not
+        selector = selector[: 2 * num_segments + 1]
     ids = host_ints(selector, f"{where}: the index")
     outside = (ids < -num_segments) | (ids >= num_segments)
     if outside.any():
@@ -159,6 +192,22 @@ def bounds_of(name: str, lengths: Any, *, num_rows: int | None = None) -> np.nda
     return bounds
 
 
+def repeat_counts(name: str, repeats: Any, lengths: np.ndarray) -> np.ndarray:
+    """[B] int64 from one count or B of them; the repeats of ``lengths`` [B] must fit int32."""
+    if is_scalar(repeats):
+        counts = [host_count(repeats, f"{name}: repeats")] * lengths.size
+    else:
+        counts = host_ints(repeats, f"{name}: repeats").tolist()
+        if len(counts) != lengths.size:
+            raise ValueError(f"{name}: {len(counts)} repeats for {lengths.size} segments")
+        if min(counts, default=0) < 0:
+            raise ValueError(f"{name}: repeats must not be negative, got {min(counts)}")
+    check_total(name, sum(counts), "segments")
+    array = np.array(counts, dtype=np.int64)
+    check_total(name, int(np.dot(array, lengths)))  # both sum to int32, so int64 holds it
+    return array
+
+
 def from_host(array: np.ndarray, device: torch.device) -> Tensor:
     """``array`` on ``device``, without waiting for it. The array belongs to the result."""
     tensor = torch.from_numpy(array)
@@ -172,6 +221,21 @@ def from_host(array: np.ndarray, device: torch.device) -> Tensor:
 def offsets_on(device: torch.device, bounds: np.ndarray) -> Tensor:
     """[B + 1] int32 on ``device`` from the host's int64 offsets."""
     return from_host(bounds.astype(np.int32), device)
+
+
+def same_bits(values: Tensor) -> Tensor:
+    """``values``, or a view as integers of what few torch operators take: float8, wide unsigned."""
+    if values.dtype.is_floating_point and values.dtype.itemsize == 1:
+        return values.view(torch.uint8)
+    signed = _SIGNED.get(values.dtype)
+    return values if signed is None else values.view(signed)
+
+
+def equal_values(values: Tensor, other: Tensor) -> bool:
+    """``torch.equal``, of float8 too. Waits for a device."""
+    if values.dtype.is_floating_point and values.dtype.itemsize == 1:
+        values, other = values.float(), other.float()
+    return torch.equal(values, other)
 
 
 def from_buffer(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -24,6 +24,7 @@ from packhorse.packed.checks import (
     check_bounds,
     check_fill,
     check_offsets,
+    check_padded_size,
     check_values,
 )
 from packhorse.packed.host import (
@@ -31,6 +32,7 @@ from packhorse.packed.host import (
     accumulate,
     bounds_of,
     check_total,
+    equal_values,
     from_buffer,
     from_host,
     host_count,
@@ -38,6 +40,8 @@ from packhorse.packed.host import (
     host_ints,
     is_scalar,
     offsets_on,
+    repeat_counts,
+    same_bits,
     segment_ids,
     slice_bounds,
 )
@@ -150,6 +154,8 @@ class PackedTensor:
         device: torch.device | str = "cpu",
     ) -> "PackedTensor":
         """``num_segments`` segments of no rows."""
+        num_segments = host_count(num_segments, "PackedTensor.empty: num_segments")
+        check_total("PackedTensor.empty", num_segments, "segments")
         values = torch.empty((0, *row_shape), dtype=dtype, device=device)
         return cls._make(values, np.zeros(num_segments + 1, dtype=np.int64))
 
@@ -354,7 +360,7 @@ class PackedTensor:
     def repeat(self, times: int) -> "PackedTensor":
         """The whole batch ``times`` times over: segments 0 1 become 0 1 0 1. 1 returns it as is."""
         times = host_count(times, "PackedTensor.repeat: times")
-        if times == 1:
+        if times == 1 or len(self) == 0:
             return self
         check_total("PackedTensor.repeat", len(self) * times, "segments")
         check_total("PackedTensor.repeat", self.num_rows * times)
@@ -367,16 +373,7 @@ class PackedTensor:
         Args:
             repeats: one count, or B of them on the host; 0 leaves the segment out.
         """
-        name = "PackedTensor.repeat_interleave"
-        if is_scalar(repeats):
-            counts = [host_count(repeats, f"{name}: repeats")] * len(self)
-        else:
-            counts = host_ints(repeats, f"{name}: repeats").tolist()
-            if len(counts) != len(self):
-                raise ValueError(f"{name}: {len(counts)} repeats for {len(self)} segments")
-            if min(counts, default=0) < 0:
-                raise ValueError(f"{name}: repeats must not be negative, got {min(counts)}")
-        check_total(name, sum(counts), "segments")
+        counts = repeat_counts("PackedTensor.repeat_interleave", repeats, np.diff(self._bounds))
         return self._gather(np.repeat(np.arange(len(self), dtype=np.int64), counts))
 
     def split(self, split_size: int | Sequence[int]) -> tuple["PackedTensor", ...]:
@@ -393,7 +390,7 @@ class PackedTensor:
             stops = [*range(size, len(self), size), len(self)]
         else:
             sizes = host_ints(split_size, f"{name}: split_size")
-            if (sizes < 0).any() or sizes.sum() != len(self):
+            if (sizes < 0).any() or sum(sizes.tolist()) != len(self):
                 raise ValueError(f"{name}: sizes must be >= 0 and sum to {len(self)} segments")
             stops = np.cumsum(sizes).tolist()
         starts = [0, *stops][:-1]
@@ -406,6 +403,7 @@ class PackedTensor:
         if chunks < 1:
             raise ValueError(f"PackedTensor.chunk: chunks must be positive, got {chunks}")
         if len(self) == 0:
+            check_total("PackedTensor.chunk", chunks, "chunks")
             return self.split([0] * chunks)
         return self.split(-(-len(self) // chunks))
 
@@ -510,7 +508,8 @@ class PackedTensor:
 
         Raises:
             TypeError: ``fill`` is no number of the values' dtype.
-            ValueError: ``fill`` does not fit, ``width`` is too small, or ``side`` is another word.
+            ValueError: ``fill`` does not fit, ``width`` is too small or past what int64 counts in
+                bytes, or ``side`` is another word.
         """
         name = "PackedTensor.to_padded"
         width = self.max_seqlen if width is None else host_count(width, f"{name}: width")
@@ -523,6 +522,7 @@ class PackedTensor:
                 f"{name}: segment {segment} has {lengths[segment]} rows, width is {width}"
             )
         check_fill(name, fill, self.dtype)
+        check_padded_size(name, len(self), width, self._values)
         out = self._values.new_full((len(self) * width, *self.row_shape), fill)
         if self.num_rows:
             first_cells = np.arange(len(self), dtype=np.int64) * width
@@ -530,7 +530,8 @@ class PackedTensor:
                 first_cells += width - lengths
             cells = np.repeat(first_cells - self._bounds[:-1], lengths)
             cells += np.arange(self.num_rows, dtype=np.int64)
-            out = out.index_put_((from_host(cells, self.device),), self._values)
+            rows = same_bits(self._values)  # torch puts no uint16 and not every float8
+            same_bits(out).index_put_((from_host(cells, self.device),), rows)
         return out.view(len(self), width, *self.row_shape)
 
     def to_nested(self) -> Tensor:
@@ -560,7 +561,7 @@ class PackedTensor:
             return False
         if self.row_shape != other.row_shape or not np.array_equal(self._bounds, other._bounds):
             return False
-        return torch.equal(self._values, other._values)
+        return equal_values(self._values, other._values)
 
     def __eq__(self, other: object) -> bool:
         return self.equal(other) if isinstance(other, PackedTensor) else NotImplemented
@@ -580,7 +581,15 @@ class PackedTensor:
             return _from_buffer, (buffer, values.dtype, shape, self.lengths)
         if values.untyped_storage().nbytes() > values.nbytes:
             values = values.clone()
+        if (bits := same_bits(values)).dtype != values.dtype:  # torch pickles no float8, no uint16
+            return _from_bits, (bits.detach(), values.dtype, values.requires_grad, self.lengths)
         return PackedTensor.from_lengths, (values, self.lengths)
+
+
+def _from_bits(
+    bits: Tensor, dtype: torch.dtype, requires_grad: bool, lengths: tuple[int, ...]
+) -> PackedTensor:
+    return PackedTensor.from_lengths(bits.view(dtype).requires_grad_(requires_grad), lengths)
 
 
 def _from_buffer(

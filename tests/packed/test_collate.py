@@ -213,6 +213,10 @@ def test_repeats_are_found_at_any_two_columns(topk):
         ({"lengths": [-1]}, ValueError, "lengths of trajectory 0 is negative: -1"),
         ({"num_experts": 0}, ValueError, "num_experts must be positive"),
         ({"num_experts": 1}, ValueError, "topk=2 is above num_experts=1"),
+        ({"num_experts": 2**31 + 1}, ValueError, "2147483649 experts do not fit int32"),
+        ({"num_layers": 10**12}, ValueError, "1000000000000 layers do not fit int32"),
+        ({"lengths": np.array([2**64 - 1], dtype=np.uint64)}, ValueError, "past int64"),
+        ({"lengths": range(2**40)}, ValueError, "range of more than 2147483647"),
         ({"topk": True}, TypeError, "topk must be an integer"),
         ({"num_layers": -1}, ValueError, "num_layers must not be negative"),
         ({"moe_layers": [3]}, ValueError, r"moe_layers has 3, not in \[0, 3\)"),
@@ -365,6 +369,24 @@ IDS = np.array([1, 2, 3])
         (SupportRows(IDS, np.array([], dtype=int)), [[1]], ValueError, "must rise from 0"),
         (SupportRows(IDS, np.array([0, 3])), [[1], [2]], ValueError,
          "has 1 rows for 2 response tokens of 2 trajectories"),
+        (SupportRows(IDS, np.array([0, 2**63 - 1, -2, 3])), [[1] * 3], ValueError, "must rise"),
+        (SupportRows(IDS, np.array([0, 2**63 - 1, 2**63 - 1, 3])), [[1] * 3], ValueError,
+         "must rise"),
+        (SupportRows(IDS, np.array([0, 2**64 - 1, 3], dtype=np.uint64)), [[1] * 2], ValueError,
+         r"row_offsets holds an integer past int64, 18446744073709551615 at \[1\]"),
+        (SupportRows(np.array([1, 2**64 - 1], dtype=np.uint64), np.array([0, 2])), [[1]],
+         ValueError, r"token_ids holds an integer past int64, 18446744073709551615 at \[1\]"),
+        ([np.array([[1, 2], [1, 2**64 - 1]], dtype=np.uint64)], [[1, 1]], ValueError,
+         r"trajectory 0 holds an integer past int64, 18446744073709551615 at \[1, 1\]"),
+        ([[np.array([1, 2**64 - 1], dtype=np.uint64)]], [[1]], ValueError,
+         "trajectory 0, row 0 holds an integer past int64"),
+        ([np.empty((2**40, 0), dtype=np.int32)], [[1]], ValueError,
+         "trajectory 0 has 1099511627776 rows for 1 response tokens"),
+        ([torch.ones(1, 1).bfloat16()], [[1]], TypeError, "must hold integers, got torch.bfloat16"),
+        ([torch.ones(1, 1).int().to_sparse()], [[1]], TypeError, "must be a dense tensor"),
+        ([[torch.ones(1).bfloat16()]], [[1]], TypeError, "row 0 must hold integers"),
+        ([[[1]]], [np.array([2**64 - 1], dtype=np.uint64)], ValueError,
+         "sampled_ids of trajectory 0 holds an integer past int64"),
         ([[[1]]], 3, TypeError, "sampled_ids must be a sequence"),
         ([[[1]]], [[1.5]], TypeError, "sampled_ids of trajectory 0.* must be an integer"),
     ],
@@ -380,11 +402,43 @@ def test_malformed_support_is_refused(support, sampled, error, message):
         ({"vocab_size": 0}, "vocab_size must be positive"),
         ({"vocab_size": 2**31}, "do not fit int32"),
         ({"vocab_size": V, "width": 0}, "width must be positive"),
+        ({"vocab_size": V, "max_bytes": -1}, "max_bytes must not be negative"),
     ],
 )
 def test_wrong_arguments_of_pack_support_are_refused(options, message):
     with pytest.raises(ValueError, match=f"^pack_support: .*{message}"):
         pack_support([[[1]]], [[1]], **options)
+
+
+@pytest.mark.parametrize("dtype", [np.uint64, ">i4", ">u8", np.int8])
+def test_support_of_any_integer_dtype_packs_alike(dtype):
+    ids = np.array([3, 4, 5, 6])
+    rows = SupportRows(ids.astype(dtype), np.array([0, 1, 1, 4]).astype(dtype))
+    packed = pack_support(rows, [[3, 0, 5]], vocab_size=V)
+    assert packed.values.tolist() == [[3, -1, -1], [-1, -1, -1], [4, 5, 6]]
+    grid = ids.reshape(2, 2).astype(dtype)
+    assert pack_support([grid], [[3, 6]], vocab_size=V).values.tolist() == [[3, 4], [5, 6]]
+
+
+def test_one_row_of_the_whole_vocabulary_does_not_widen_many_rows_without_bound():
+    # 20,000 rows of 151,936 ids would be 12 GB
+    rows = [[7]] * 20_000
+    support = [rows[:9], [*rows[9:12], list(range(151_936)), *rows[13:]]]
+    sampled = [[7] * len(part) for part in support]
+    where = (
+        "^pack_support: rollout_sample_support of trajectory 1, row 3: 151936 ids are its widest"
+    )
+    with pytest.raises(
+        ValueError, match=where + ".* 12154880000 bytes, above max_bytes=4294967296"
+    ):
+        pack_support(support, sampled, vocab_size=151_936)
+
+
+def test_the_bound_on_bytes_is_the_callers():
+    assert pack_support([[[1, 2], [3]]], [[1, 3]], vocab_size=V, max_bytes=16).num_rows == 2
+    for width in (None, 2):
+        with pytest.raises(ValueError, match="16 bytes, above max_bytes=15"):
+            pack_support([[[1, 2], [3]]], [[1, 3]], vocab_size=V, width=width, max_bytes=15)
 
 
 # --- logprobs -------------------------------------------------------------------------------------
@@ -413,6 +467,11 @@ def test_logprobs_come_back_as_float32():
         ([float("-inf"), -0.1], ValueError, ", token 0: -inf is not finite"),
         ([-0.1, float("inf")], ValueError, ", token 1: inf is not finite"),
         (np.array([-1e300, 0.0]), ValueError, ", token 0: -inf is not finite"),
+        ([-0.1, -(10**400)], ValueError, ", token 1: -inf is not finite"),
+        ([10**400, -0.1], ValueError, ", token 0: inf is not finite"),
+        ([[-(10**400)], -0.1], TypeError, " must hold floats only"),
+        ([torch.zeros(1, requires_grad=True)] * 2, TypeError, " must hold floats only"),
+        (torch.zeros(2).to_sparse(), TypeError, " must hold floats, got torch.float32, torch.sp"),
         ([-0.1, 1e-6], ValueError, ", token 1: 9.99.*e-07 is positive"),
         ([-0.1], ValueError, r" has shape \(1,\), expected \[2\]"),
         ([-0.1] * 3, ValueError, r" has shape \(3,\), expected \[2\]"),

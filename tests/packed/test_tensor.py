@@ -7,6 +7,7 @@ a tolerance.
 
 import copy
 import pickle
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -398,7 +399,11 @@ def test_the_constructor_rejects(values, cu_seqlens, lengths, error, message):
         (..., TypeError, "cannot index with ellipsis"),
         ("0", TypeError, "cannot index with str"),
         ([0, 1.0], TypeError, r"index\[1\] must be an integer, got float"),
-        (torch.tensor([0.0]), TypeError, "must hold integers, got float32"),
+        (torch.tensor([0.0]), TypeError, "must hold integers, got torch.float32"),
+        (range(10**12), IndexError, "index 3 is out of range for 3 segments"),
+        (range(0, -(10**12), -1), IndexError, "index -4 is out of range for 3 segments"),
+        (range(10**30, 10**30 + 2), ValueError, "past int64"),
+        (np.array([2**64 - 1], dtype=np.uint64), ValueError, "past int64, 18446744073709551615"),
         (np.array([]), TypeError, "must hold integers, got float64"),
         (torch.tensor([[0]]), ValueError, "must be 1-D"),
         (torch.tensor([1, 0, 1], dtype=torch.uint8), TypeError, "uint8 tensor as index"),
@@ -435,6 +440,20 @@ PACKED = make_packed([2, 1])
         (lambda: PACKED.split(0), ValueError, "split_size must be positive"),
         (lambda: PACKED.split([1]), ValueError, "sum to 2 segments"),
         (lambda: PACKED.split([3, -1]), ValueError, "sum to 2 segments"),
+        (lambda: PACKED.split([2**63 - 1, 2**63 - 1, 4]), ValueError, "sum to 2 segments"),
+        (lambda: PACKED[:0].chunk(10**12), ValueError, "1000000000000 chunks do not fit int32"),
+        (lambda: PackedTensor.empty((2,), dtype=torch.int8, num_segments=-1), ValueError,
+         "num_segments must not be negative"),
+        (lambda: PackedTensor.empty((2,), dtype=torch.int8, num_segments=10**12), ValueError,
+         "1000000000000 segments do not fit int32"),
+        (lambda: PACKED.to_padded(0, width=2**62), ValueError, "width=4611686018427387904 makes"),
+        (lambda: PACKED[:0].to_padded(0, width=10**30), ValueError, "makes a tensor of"),
+        (lambda: make_packed([1], torch.bfloat16, (2, 0)).to_padded(0, width=10**30), ValueError,
+         "makes a tensor of"),
+        (lambda: PACKED.to_padded(1j), TypeError, "fill must be a real number, got complex"),
+        (lambda: PACKED.to_padded(np.complex64(1)), TypeError, "fill must be a real number"),
+        (lambda: make_packed([1], torch.float32).to_padded(10**400), ValueError, "does not fit"),
+        (lambda: make_packed([1], torch.complex64).to_padded(10**400), ValueError, "does not fit"),
         (lambda: PACKED.chunk(0), ValueError, "chunks must be positive"),
         (lambda: PACKED.to(torch.float32, torch.float16), TypeError, "two dtypes"),
         (lambda: PACKED.to("cpu", device="cpu"), TypeError, "two devices"),
@@ -444,7 +463,7 @@ PACKED = make_packed([2, 1])
         (lambda: PACKED.to_padded(0.5), ValueError, "fill=0.5 does not fit"),
         (lambda: PACKED.to_padded(float("nan")), ValueError, "fill=nan does not fit"),
         (lambda: PACKED.to_padded(2**31), ValueError, "does not fit torch.int32"),
-        (lambda: PACKED.to_padded(None), TypeError, "fill must be a number"),
+        (lambda: PACKED.to_padded(None), TypeError, "fill must be a real number"),
         (lambda: make_packed([1], torch.uint8).to_padded(-1), ValueError, "fill=-1 does not fit"),
         (lambda: make_packed([1], torch.bool).to_padded(2), ValueError, "fill=2 does not fit"),
         (lambda: make_packed([1], torch.float16).to_padded(1e9), ValueError, "does not fit"),
@@ -483,6 +502,31 @@ def test_rows_past_int32_are_refused_before_anything_is_made():
     ):
         with pytest.raises(ValueError, match="do not fit int32"):
             call()
+
+
+@pytest.mark.parametrize(
+    "repeats", [[0, 0, 2**30, 0], [0, 0, 2**31, 0], [2**62] * 4, 2**62, 10**30]
+)
+def test_repeats_past_int32_are_refused_before_an_index_is_made(repeats):
+    packed = make_packed([1, 1, 5, 1])
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"repeat_interleave: .* do not fit int32"):
+            packed.repeat_interleave(repeats)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_no_segments_repeat_any_number_of_times():
+    none = make_packed([])
+    assert len(none.repeat(10**30)) == len(none.repeat_interleave(10**30)) == 0
+
+
+def test_infinite_fills_are_legal_in_floats():
+    for fill in (float("inf"), -float("inf"), np.float32("nan")):
+        padded = make_packed([1, 0], torch.bfloat16, ()).to_padded(fill)
+        np.testing.assert_equal(padded.float().tolist(), [[1.0], [float(fill)]])
 
 
 def test_the_largest_total_that_int32_holds_is_legal():

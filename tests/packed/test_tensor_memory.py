@@ -210,6 +210,28 @@ def test_pickle_protocol_5_ships_one_buffer_of_the_rows_alone():
     assert len(pickle.dumps(rest[:1], protocol=2)) < 2000
 
 
+ODD_DTYPES = [
+    *(torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu),
+]
+
+
+@pytest.mark.parametrize("dtype", ODD_DTYPES, ids=str)
+def test_dtypes_that_torch_hardly_knows_travel_compare_and_pad(dtype):
+    counts = torch.tensor([[1.0, 2.0], [4.0, 8.0], [16.0, 64.0]])
+    packed = PackedTensor.from_lengths(counts.to(dtype), [1, 2])
+    for protocol in range(2, 6):
+        loaded = pickle.loads(pickle.dumps(packed, protocol))
+        assert loaded.dtype == dtype
+        assert loaded.lengths == (1, 2)
+        assert loaded.values.float().tolist() == counts.tolist()
+        assert loaded == packed
+    assert packed[:1] != PackedTensor.from_lengths(packed.values[1:2], [1])
+    padded = packed.to_padded(2, side="left")
+    assert padded.dtype == dtype
+    assert padded.float().tolist() == [[[2.0, 2.0], [1.0, 2.0]], counts[1:].tolist()]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.uint16, torch.float64])
 def test_pickle_keeps_every_dtype(dtype):
     packed = make_packed([1, 2], dtype, (3,))
