@@ -26,6 +26,10 @@ part of a result. Maths and results are float32, and float64 for float64 logits.
 Members are taken in ascending order of id, so the result does not depend on their order, bit for
 bit. The backward writes each member's gradient to its own place, so two runs agree bit for bit.
 
+Logits may have more columns than the vocabulary has ids: Megatron pads it, and its pad columns are
+trained by nothing. ``vocab_size=`` says where they begin. They are not read, ids that name them are
+outside the vocabulary, and their gradient is exactly 0.
+
 Sizes: T tokens, V vocabulary, C candidates a row.
 """
 
@@ -74,10 +78,15 @@ def _scale(x: Tensor, temperature: float) -> Tensor:
 
 
 def support_logprobs_reference(
-    logits: Tensor, support_ids: Tensor, sampled_ids: Tensor, temperature: float
+    logits: Tensor,
+    support_ids: Tensor,
+    sampled_ids: Tensor,
+    temperature: float,
+    vocab_size: int | None,
 ) -> tuple[SupportScores, Tensor, Tensor]:
     """Returns the scores, and for the backward: columns [T, C] int64, member_logprobs [T, C]."""
-    num_tokens, vocab_size = logits.shape
+    num_tokens, num_columns = logits.shape
+    vocab_size = num_columns if vocab_size is None else vocab_size
     if support_ids.shape[1] == 0:
         support_ids = support_ids.new_full((num_tokens, 1), NO_CANDIDATE)
 
@@ -122,10 +131,10 @@ def support_logprobs_backward_reference(
     entropy: Tensor,  # [T]
     sampled_ids: Tensor,  # [T]
     temperature: float,
-    vocab_size: int,
+    num_columns: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns the gradient of the logits, [T, V] ``dtype``."""
+    """Returns the gradient of the logits, [T, num_columns] ``dtype``."""
     live = member_logprobs != -_INF
     log_p = torch.where(live, member_logprobs, 0.0)
     p = log_p.exp()
@@ -134,19 +143,20 @@ def support_logprobs_backward_reference(
     grad_z = grad_z - grad_entropy[:, None] * p * (log_p + entropy[:, None])
     grad_members = torch.where(live, grad_z / temperature, 0.0).to(dtype)
     # a column may occur more than once, but only one of its entries is live: the others add 0
-    grad_logits = grad_members.new_zeros(columns.shape[0], vocab_size)
+    grad_logits = grad_members.new_zeros(columns.shape[0], num_columns)
     return grad_logits.scatter_add_(1, columns, grad_members)
 
 
 def full_logprobs_reference(
-    logits: Tensor, sampled_ids: Tensor, temperature: float
+    logits: Tensor, sampled_ids: Tensor, temperature: float, vocab_size: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns logprobs [T], and for the backward: row_max [T], log_total [T]."""
-    vocab_size = logits.shape[1]
+    num_columns = logits.shape[1]
+    vocab_size = num_columns if vocab_size is None else vocab_size
     row_maxs, log_totals, chosen = [], [], []
     columns = sampled_ids.clamp(0, vocab_size - 1)
-    for rows, column in zip(_row_chunks(logits), _row_chunks(columns, vocab_size), strict=True):
-        z = _scale(rows, temperature)
+    for rows, column in zip(_row_chunks(logits), _row_chunks(columns, num_columns), strict=True):
+        z = _scale(rows[:, :vocab_size], temperature)
         row_max = z.amax(1)
         shifted = z - row_max[:, None]
         row_maxs.append(row_max)
@@ -165,30 +175,32 @@ def full_logprobs_backward_reference(
     row_max: Tensor,  # [T]
     log_total: Tensor,  # [T]
     temperature: float,
+    vocab_size: int | None,
 ) -> Tensor:
-    """Returns the gradient of the logits, [T, V] of their dtype."""
-    vocab_size = logits.shape[1]
+    """Returns the gradient of the logits, of their shape and dtype."""
+    vocab_size = logits.shape[1] if vocab_size is None else vocab_size
     grad = torch.where(sampled_ids < vocab_size, grad_logprobs, float("nan")) / temperature
     grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
     per_row = (grad, sampled_ids, row_max, log_total)
     for out, rows, *chunk in zip(
         _row_chunks(grad_logits),
         _row_chunks(logits),
-        *(_row_chunks(x, vocab_size) for x in per_row),
+        *(_row_chunks(x, logits.shape[1]) for x in per_row),
         strict=True,
     ):
         g, sampled, m, total = (x[:, None] for x in chunk)
-        p = (_scale(rows, temperature) - m - total).exp()
+        p = (_scale(rows[:, :vocab_size], temperature) - m - total).exp()
         grad_z = (-g * p).scatter_add_(1, sampled.clamp(0, vocab_size - 1), g)
-        out.copy_(torch.where(sampled >= 0, grad_z, 0.0))
+        out[:, :vocab_size] = torch.where(sampled >= 0, grad_z, 0.0)
+        out[:, vocab_size:] = 0
     return grad_logits
 
 
-def _row_chunks(x: Tensor, vocab_size: int | None = None) -> tuple[Tensor, ...]:
-    """Split along the tokens so that one chunk of [*, V] widens to ``_CHUNK_ELEMENTS``."""
+def _row_chunks(x: Tensor, num_columns: int | None = None) -> tuple[Tensor, ...]:
+    """Split along the tokens so that one chunk of the logits widens to ``_CHUNK_ELEMENTS``."""
     if torch.compiler.is_compiling():
         return (x,)  # a compiler fuses the widening into the reductions
-    return x.split(max(1, _CHUNK_ELEMENTS // (vocab_size or x.shape[1])))
+    return x.split(max(1, _CHUNK_ELEMENTS // (num_columns or x.shape[1])))
 
 
 # --- autograd: a closed form, which keeps nothing of size V for support_logprobs ------------------
@@ -196,12 +208,12 @@ def _row_chunks(x: Tensor, vocab_size: int | None = None) -> tuple[Tensor, ...]:
 
 class _SupportLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, support_ids, sampled_ids, temperature):
+    def forward(ctx, logits, support_ids, sampled_ids, temperature, vocab_size):
         scores, columns, member_logprobs = support_logprobs_reference(
-            logits, support_ids, sampled_ids, temperature
+            logits, support_ids, sampled_ids, temperature, vocab_size
         )
         ctx.save_for_backward(columns, member_logprobs, scores.entropy, sampled_ids)
-        ctx.temperature, ctx.vocab_size, ctx.dtype = temperature, logits.shape[1], logits.dtype
+        ctx.temperature, ctx.num_columns, ctx.dtype = temperature, logits.shape[1], logits.dtype
         ctx.mark_non_differentiable(scores.status, scores.num_ignored)
         return tuple(scores)
 
@@ -211,17 +223,19 @@ class _SupportLogprobs(torch.autograd.Function):
         columns, member_logprobs, entropy, sampled_ids = ctx.saved_tensors
         grad_logits = support_logprobs_backward_reference(
             grad_logprobs, grad_entropy, columns, member_logprobs, entropy, sampled_ids,
-            ctx.temperature, ctx.vocab_size, ctx.dtype,
+            ctx.temperature, ctx.num_columns, ctx.dtype,
         )  # fmt: skip
-        return grad_logits, None, None, None
+        return grad_logits, None, None, None, None
 
 
 class _FullLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, sampled_ids, temperature):
-        logprobs, row_max, log_total = full_logprobs_reference(logits, sampled_ids, temperature)
+    def forward(ctx, logits, sampled_ids, temperature, vocab_size):
+        logprobs, row_max, log_total = full_logprobs_reference(
+            logits, sampled_ids, temperature, vocab_size
+        )
         ctx.save_for_backward(logits, sampled_ids, row_max, log_total)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.vocab_size = temperature, vocab_size
         return logprobs
 
     @staticmethod
@@ -229,27 +243,34 @@ class _FullLogprobs(torch.autograd.Function):
     def backward(ctx, grad_logprobs):
         logits, sampled_ids, row_max, log_total = ctx.saved_tensors
         grad_logits = full_logprobs_backward_reference(
-            grad_logprobs, logits, sampled_ids, row_max, log_total, ctx.temperature
+            grad_logprobs, logits, sampled_ids, row_max, log_total, ctx.temperature, ctx.vocab_size
         )
-        return grad_logits, None, None
+        return grad_logits, None, None, None
 
 
 # --- public API -----------------------------------------------------------------------------------
 
 
 def support_logprobs(
-    logits: Tensor, support_ids: Tensor, sampled_ids: Tensor, *, temperature: float = 1.0
+    logits: Tensor,
+    support_ids: Tensor,
+    sampled_ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
 ) -> SupportScores:
     """Logprob of each sampled id, and the entropy, over the ids that the sampler kept.
 
     Args:
-        logits: [T, V] float64, float32, bfloat16 or float16, any strides, not yet divided by the
-            temperature. Row t is the one that predicts ``sampled_ids[t]``.
+        logits: [T, V] or wider, float64, float32, bfloat16 or float16, any strides, not yet divided
+            by the temperature. Row t is the one that predicts ``sampled_ids[t]``.
         support_ids: [T, C] int32 or int64 on ``logits.device``; -1 is no candidate, anywhere in a
             row. Repeated ids count once; ids outside [-1, V) are ignored; ``num_ignored`` counts
             both. As vLLM returns them in ``sampling_mask.token_ids``.
         sampled_ids: [T] int64 on ``logits.device``. Any value; one that is no member is reported.
         temperature: the rollout's, finite and > 0, applied here.
+        vocab_size: V, at most the columns of ``logits``; those after it are a padded vocabulary's,
+            and no part of anything. By default all columns are the vocabulary.
 
     Returns:
         ``SupportScores``: logprobs [T] and entropy [T] (float32; float64 for float64 logits; both
@@ -258,9 +279,10 @@ def support_logprobs(
         memory is O(T C).
 
     Raises:
-        TypeError: a dtype is unsupported, or the temperature is not a number.
-        ValueError: a shape or device is wrong, or the temperature is not finite and > 0. Ids are
-            not read for a check, since that would stall the GPU: ``status`` reports them.
+        TypeError: a dtype is unsupported, the temperature is not a number or ``vocab_size`` no int.
+        ValueError: a shape or device is wrong, the temperature is not finite and > 0, or
+            ``vocab_size`` is not from 1 to the columns of ``logits``. Ids are not read for a check,
+            since that would stall the GPU: ``status`` reports them.
 
     Source: "keep sampling mask" of the DeepSeek-V3.2 report.
 
@@ -271,18 +293,28 @@ def support_logprobs(
     """
     _validate("support_logprobs", logits, sampled_ids, temperature)
     _validate_support("support_logprobs", logits, support_ids)
+    check_vocab_size("support_logprobs", logits, vocab_size)
+    arguments = logits, support_ids, sampled_ids, temperature, vocab_size
     if torch.is_grad_enabled() and logits.requires_grad:
-        return SupportScores(*_SupportLogprobs.apply(logits, support_ids, sampled_ids, temperature))
-    return support_logprobs_reference(logits, support_ids, sampled_ids, temperature)[0]
+        return SupportScores(*_SupportLogprobs.apply(*arguments))
+    return support_logprobs_reference(*arguments)[0]
 
 
-def full_logprobs(logits: Tensor, sampled_ids: Tensor, *, temperature: float = 1.0) -> Tensor:
+def full_logprobs(
+    logits: Tensor,
+    sampled_ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+) -> Tensor:
     """Logprob of each sampled id over the whole vocabulary.
 
     Args:
-        logits: [T, V] as for ``support_logprobs``. Kept for the backward.
+        logits: [T, V] or wider, as for ``support_logprobs``. Kept for the backward.
         sampled_ids: [T] int64 on ``logits.device``. A negative id says that the row has no target.
         temperature: as for ``support_logprobs``.
+        vocab_size: V, as for ``support_logprobs``. Without it the pad columns of a padded
+            vocabulary take their share of the probability, and every logprob is too low.
 
     Returns:
         [T] float32 (float64 for float64 logits), differentiable once in ``logits``. 0 without a
@@ -298,9 +330,10 @@ def full_logprobs(logits: Tensor, sampled_ids: Tensor, *, temperature: float = 1
         tensor([0.2500])
     """
     _validate("full_logprobs", logits, sampled_ids, temperature)
+    check_vocab_size("full_logprobs", logits, vocab_size)
     if torch.is_grad_enabled() and logits.requires_grad:
-        return _FullLogprobs.apply(logits, sampled_ids, temperature)
-    return full_logprobs_reference(logits, sampled_ids, temperature)[0]
+        return _FullLogprobs.apply(logits, sampled_ids, temperature, vocab_size)
+    return full_logprobs_reference(logits, sampled_ids, temperature, vocab_size)[0]
 
 
 def _validate(op: str, logits: Tensor, sampled_ids: Tensor, temperature: float) -> None:
@@ -333,3 +366,15 @@ def _validate_support(op: str, logits: Tensor, support_ids: Tensor) -> None:
         )
     if support_ids.device != logits.device:
         raise ValueError(f"{op}: support_ids on {support_ids.device}, logits on {logits.device}")
+
+
+def check_vocab_size(op: str, logits: Tensor, vocab_size: int | None) -> None:
+    if vocab_size is None:
+        return
+    if isinstance(vocab_size, bool) or not isinstance(vocab_size, int):
+        raise TypeError(f"{op}: vocab_size must be an int, got {type(vocab_size).__name__}")
+    if not 1 <= vocab_size <= logits.shape[1]:
+        raise ValueError(
+            f"{op}: vocab_size must be from 1 to the {logits.shape[1]} columns of logits, got"
+            f" {vocab_size}"
+        )

@@ -60,11 +60,15 @@ def host_masks(
         return [None] * len(lengths)
     if isinstance(masks, Tensor) and masks.device.type != "cpu":
         raise TypeError(f"{name}: {field} must be on the host, not on {masks.device}")
-    if isinstance(masks, str | bytes) or not isinstance(masks, Sequence | np.ndarray | Tensor):
+    several = isinstance(masks, Sequence) and not isinstance(masks, str | bytes)
+    if isinstance(masks, np.ndarray | Tensor):
+        several = masks.ndim > 0 and not getattr(masks, "is_nested", False)
+    if not several:
         raise TypeError(
             f"{name}: {field} must be a sequence of one mask a trajectory, got"
             f" {type(masks).__name__}"
         )
+    assert isinstance(masks, Sequence | np.ndarray | Tensor)
     if len(masks) != len(lengths):
         raise ValueError(
             f"{name}: {field} has {len(masks)} entries for {len(lengths)} trajectories"
@@ -78,15 +82,23 @@ def host_masks(
         if isinstance(mask, Tensor):
             if mask.device.type != "cpu":
                 raise TypeError(f"{where} must be on the host, not on {mask.device}")
+            if mask.is_nested or mask.layout != torch.strided:
+                raise TypeError(f"{where} must be dense, got layout {mask.layout}")
+            if mask.dtype.is_floating_point:
+                mask = mask.double()  # NumPy has no bfloat16
             mask = mask.detach().numpy()
         try:
             values = np.asarray(mask)
         except ValueError as error:  # lists of unlike lengths
             raise ValueError(f"{where} must be [{length}], one a token: {error}") from None
+        except (TypeError, RuntimeError):  # tensors in a list: on a device, or with a gradient
+            raise TypeError(f"{where} must be one host array or list of numbers") from None
         if values.shape != (length,):
             raise ValueError(f"{where} must be [{length}], one a token, got {list(values.shape)}")
-        if values.dtype != np.bool_ and not ((values == 0) | (values == 1)).all():
-            raise TypeError(f"{where} must be bool (or 0 and 1), got {values.dtype}")
+        if values.dtype != np.bool_:
+            numbers = values.dtype.kind in "iuf"
+            if not numbers or not ((values == 0) | (values == 1)).all():
+                raise TypeError(f"{where} must be bool (or 0 and 1), got {values.dtype}")
         checked.append(values.astype(np.bool_))
     return checked
 

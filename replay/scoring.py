@@ -27,6 +27,7 @@ from packhorse.kernels.rows import gather_rows, scatter_rows
 from packhorse.kernels.support import (
     SAMPLED_IMPOSSIBLE,
     SUPPORT_DTYPES,
+    check_vocab_size,
     full_logprobs,
     support_logprobs,
 )
@@ -64,6 +65,7 @@ def score_microbatch(
     temperature: float = 1.0,
     loss_masks: Sequence[Any] | None = None,
     appended: Sequence[Any] | None = None,
+    vocab_size: int | None = None,
 ) -> MicrobatchScores:
     """Logprob of each response token, and how it was come by.
 
@@ -74,7 +76,8 @@ def score_microbatch(
         token_ids: the real tokens, prompt and response: packed, one int64 row a token, or dense
             [B, S] with S = ``layout.batch_width``.
         support: [N, C] int32 or int64, one row a response token, -1 filled; None: the whole
-            vocabulary.
+            vocabulary. On the device of the logits, or on the CPU: then it is checked, and copied
+            from pinned memory without waiting.
         response_lengths: [B] host integers; needed without a support.
         temperature: the rollout's, applied here and nowhere else.
         loss_masks: for each trajectory host booleans, or 0 and 1, [length], or None: the tokens
@@ -82,6 +85,8 @@ def score_microbatch(
         appended: as ``loss_masks``: tokens that the generator put there. One that the loss uses
             (all of them where ``loss_masks`` is None) is scored over the whole vocabulary; its
             support row is not looked at.
+        vocab_size: V where the logits have more columns, as those of a padded vocabulary: see
+            ``support_logprobs``. By default all columns are the vocabulary.
 
     Returns:
         ``MicrobatchScores``. ``logprobs`` differentiates once in ``logits``.
@@ -101,24 +106,32 @@ def score_microbatch(
             f"{_NAME}: logits must be [{layout.num_tokens}, V] or as the model returns them, got"
             f" {list(logits.shape)}"
         )
+    check_vocab_size(_NAME, logits, vocab_size)
+    row_ids = layout.support_row_ids(responses)  # checks that the responses fit
     full_positions = _full_positions(layout, responses, support, loss_masks, appended)
-    row_ids = layout.support_row_ids(responses)
     sampled_ids = _next_token_ids(layout, token_ids)
     # a slot that predicts no response token has no target
     sampled_ids = torch.where(row_ids == MISSING_ROW, _NO_TARGET, sampled_ids)
 
     if support is None:
-        logprobs = full_logprobs(logits, sampled_ids, temperature=temperature)
+        logprobs = full_logprobs(
+            logits, sampled_ids, temperature=temperature, vocab_size=vocab_size
+        )
         entropy = torch.zeros_like(logprobs)
         status = torch.full_like(row_ids, SCORED_FULL, dtype=torch.uint8)
         num_ignored = torch.zeros_like(row_ids)
     else:
-        candidates = gather_rows(support.values, row_ids, fill=NO_CANDIDATE)
-        scores = support_logprobs(logits, candidates, sampled_ids, temperature=temperature)
+        rows = _on_device(support.values, logits.device)
+        candidates = gather_rows(rows, row_ids, fill=NO_CANDIDATE)
+        scores = support_logprobs(
+            logits, candidates, sampled_ids, temperature=temperature, vocab_size=vocab_size
+        )
         logprobs, entropy, status = scores.logprobs, scores.entropy, scores.status
         num_ignored = scores.num_ignored.long()
         if any(position is not None for position in full_positions):
-            full, is_full = _score_full(layout, logits, sampled_ids, full_positions, temperature)
+            full, is_full = _score_full(
+                layout, logits, sampled_ids, full_positions, temperature, vocab_size
+            )
             logprobs = torch.where(is_full, full, logprobs)
             entropy = torch.where(is_full, 0.0, entropy)
             status = status.masked_fill(is_full, SCORED_FULL)
@@ -172,6 +185,7 @@ def _score_full(
     sampled_ids: Tensor,
     positions: Sequence[int | None],
     temperature: float,
+    vocab_size: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Scores [T] and where they hold [T] bool; only the named slots' logits are read."""
     counts = [int(position is not None) for position in positions]
@@ -179,7 +193,9 @@ def _score_full(
     slots = torch.arange(layout.num_tokens, device=logits.device)
     own = scatter_rows(slots, row_ids, sum(counts), fill=MISSING_ROW)  # another rank's slot
     targets = gather_rows(sampled_ids, own, fill=_NO_TARGET)
-    scored = full_logprobs(gather_rows(logits, own), targets, temperature=temperature)
+    scored = full_logprobs(
+        gather_rows(logits, own), targets, temperature=temperature, vocab_size=vocab_size
+    )
     return gather_rows(scored, row_ids), row_ids != MISSING_ROW
 
 
@@ -192,9 +208,14 @@ def _response_cells(layout: TokenLayout, responses: Sequence[int]) -> Tensor:
         for i, (column, length, response) in enumerate(places)
     ]
     cells = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *runs]))
-    if layout.device.type == "cuda":
-        return cells.pin_memory().to(layout.device, non_blocking=True)
-    return cells.to(layout.device)
+    return _on_device(cells, layout.device)
+
+
+def _on_device(values: Tensor, device: torch.device) -> Tensor:
+    """``values`` there; from the host without waiting, through pinned memory."""
+    if values.device.type == "cpu" and device.type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
 
 
 # --- checks, on host data -------------------------------------------------------------------------
@@ -221,8 +242,11 @@ def _check_arguments(
         raise TypeError(f"{field} must be int32 or int64, got {support.dtype}")
     if len(support.row_shape) != 1:
         raise ValueError(f"{field} must be [N, C], got {list(support.values.shape)}")
-    if support.device != logits.device:
-        raise ValueError(f"{field} is on {support.device}, logits are on {logits.device}")
+    if support.device not in (logits.device, torch.device("cpu")):
+        raise ValueError(
+            f"{field} is on {support.device}, logits are on {logits.device}; it must be there or on"
+            " the CPU"
+        )
 
 
 def _response_lengths(

@@ -189,6 +189,85 @@ def test_full_selects_rows_without_a_target_and_shows_what_is_wrong(device):
     assert grad[6].tolist() == [1.0, -1.0]
 
 
+# --- a padded vocabulary --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_elements", [100, 1 << 24])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("pad", [0, 1, 26])
+def test_pad_columns_never_enter_and_get_no_gradient(
+    pad, dtype, chunk_elements, device, monkeypatch
+):
+    """Against the same logits without them. What the pad columns hold is mostly no number."""
+    monkeypatch.setattr(support, "_CHUNK_ELEMENTS", chunk_elements)
+    true, ids, sampled = draw(33, 70, 8, dtype=dtype, device=device, seed=12)
+    filler = torch.tensor([NAN, INF, 1e4], device=device).repeat(33, 9)[:, :pad].to(dtype)
+    padded = torch.cat([true, filler], 1).requires_grad_()
+    true = true.clone().requires_grad_()
+    ids[4, :3] = torch.tensor([70, 71, 95], dtype=ids.dtype)  # pad columns' ids are no members
+    sampled[4] = 71
+    targets = torch.where(sampled < 70, sampled, -1)
+    expected = support_logprobs(true, ids, sampled, temperature=0.7)
+    actual = support_logprobs(padded, ids, sampled, temperature=0.7, vocab_size=70)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    pairs = list(zip(gradients(actual, padded), gradients(expected, true), strict=True))
+    full = full_logprobs(padded, targets, temperature=0.7, vocab_size=70)
+    expected_full = full_logprobs(true, targets, temperature=0.7)
+    # a reduction over strided rows may round in another order
+    torch.testing.assert_close(full, expected_full)
+    weights = torch.linspace(0.5, 2, 33, device=device).to(full.dtype)
+    pairs.append(
+        (
+            torch.autograd.grad((full * weights).nan_to_num(0, 0, 0).sum(), padded)[0],
+            torch.autograd.grad((expected_full * weights).nan_to_num(0, 0, 0).sum(), true)[0],
+        )
+    )
+    for grad, expected_grad in pairs:
+        assert grad.dtype == dtype
+        torch.testing.assert_close(grad[:, :70], expected_grad)
+        assert torch.equal(grad[:, 70:], torch.zeros_like(grad[:, 70:]))
+
+
+def test_the_id_of_a_pad_column_is_outside_the_vocabulary(device):
+    logits = torch.zeros(2, 8, device=device)
+    ids = torch.tensor([[5, 1], [5, 6]], dtype=torch.int32, device=device)
+    scores = support_logprobs(logits, ids, torch.tensor([5, 5], device=device), vocab_size=5)
+    assert scores.status.tolist() == [support.SAMPLED_OUTSIDE, support.SUPPORT_INVALID]
+    assert scores.num_ignored.tolist() == [1, 2]
+    full = full_logprobs(logits, torch.tensor([4, 5], device=device), vocab_size=5)
+    assert full[0].exp().item() == pytest.approx(1 / 5)
+    assert full[1].isnan()
+
+
+@pytest.mark.parametrize("vocab_size", [None, 17])
+def test_a_padded_vocabulary_compiles_whole(vocab_size, device):
+    logits, ids, sampled = draw(9, 20, 5, device=device)
+    logits.requires_grad_()
+    for function, inputs in ((support_logprobs, (ids, sampled)), (full_logprobs, (sampled % 17,))):
+        compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+        losses = []
+        for call in (compiled, function):
+            out = call(logits, *inputs, vocab_size=vocab_size)
+            losses.append((out if isinstance(out, torch.Tensor) else out.logprobs).sum())
+        assert torch.equal(*losses)
+        assert torch.equal(*(torch.autograd.grad(loss, logits)[0] for loss in losses))
+
+
+def test_a_padded_vocabulary_makes_nothing_of_its_size_but_the_gradient(device, monkeypatch):
+    monkeypatch.setattr(support, "_CHUNK_ELEMENTS", 2 * 1024)
+    logits, ids, sampled = draw(32, 1024, 4, dtype=torch.bfloat16, device=device)
+    logits.requires_grad_()
+    with Results() as forward:
+        full = full_logprobs(logits, sampled % 1000, vocab_size=1000)
+        scores = support_logprobs(logits, ids, sampled, vocab_size=1000)
+    assert forward.largest_bytes() <= 2 * 1024 * 4
+    for output in (full, scores.logprobs):
+        with Results() as backward:
+            torch.autograd.grad(output.sum(), logits)
+        assert backward.largest_bytes() == logits.numel() * 2
+        assert backward.num_buffers(logits.numel()) == 1
+
+
 # --- on a GPU -------------------------------------------------------------------------------------
 
 
@@ -256,6 +335,10 @@ SAMPLED = torch.zeros(2, dtype=torch.int64)
         ({"temperature": torch.ones(2)}, TypeError, "temperature must be a number, got Tensor"),
         ({"temperature": None}, TypeError, "temperature must be a number, got NoneType"),
         ({"temperature": True}, TypeError, "temperature must be a number, got bool"),
+        ({"vocab_size": 0}, ValueError, "vocab_size must be from 1 to the 4 columns .*, got 0"),
+        ({"vocab_size": 5}, ValueError, "vocab_size must be from 1 to the 4 columns .*, got 5"),
+        ({"vocab_size": 4.0}, TypeError, "vocab_size must be an int, got float"),
+        ({"vocab_size": True}, TypeError, "vocab_size must be an int, got bool"),
     ],
 )
 def test_rejects(changed, error, message):

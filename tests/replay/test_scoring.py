@@ -136,6 +136,32 @@ def test_scores_over_the_vocabulary_match_loops(format, device):
     assert scores.counts.tolist() == [0, 0, 0, 0, 0, sum(RESPONSES)]
 
 
+@pytest.mark.parametrize("support", [True, False])
+@pytest.mark.parametrize("format", ["thd", "bshd"])
+def test_a_padded_vocabulary_scores_as_the_true_one(format, support, device):
+    """Megatron's pad columns: NaN here. Appended tokens are scored over the true vocabulary."""
+    case = Case(format, device)
+    true = case.logits
+    pad = true.new_full((*true.shape[:2], 24), torch.nan)
+    case.logits = torch.cat([true.detach(), pad], -1).requires_grad_()
+    appended = [(0, 5), (3, 4)] if support else []
+    scores = score_microbatch(
+        case.logits,
+        case.layout,
+        case.token_ids,
+        case.packed_support if support else None,
+        response_lengths=RESPONSES,
+        temperature=0.7,
+        appended=case.masks(*appended),
+        vocab_size=VOCAB,
+    )
+    padded, case.logits = case.logits, true
+    logprobs, entropies, gradient = score_loop(case, 0.7, full=appended, support=support)
+    case.logits = padded
+    gradient = np.concatenate([gradient, np.zeros(pad.shape)], -1)
+    assert_scores(case, scores, (logprobs, entropies, gradient))
+
+
 @pytest.mark.parametrize("format", ["thd", "bshd"])
 def test_dense_and_packed_tokens_score_alike(format, device):
     case = Case(format, device)
@@ -205,6 +231,47 @@ def test_masks_of_0_and_1_are_masks(kind):
     scores = score_microbatch(*given, appended=whole[0], loss_masks=whole[1])
     assert torch.equal(scores.logprobs.values, expected.logprobs.values)
     assert scores.counts.tolist() == [sum(RESPONSES) - 1, 0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8], ids=str)
+def test_masks_may_be_tensors_of_any_dtype_and_need_a_gradient(dtype):
+    case = Case("thd", "cpu")
+    case.support[0][2] = -1
+    given = case.logits, case.layout, case.token_ids, case.packed_support
+    appended, losses = case.masks((0, 5)), case.masks((0, 5), (1, 8))
+    expected = score_microbatch(*given, appended=appended, loss_masks=losses)
+    needs = dtype.is_floating_point
+    tensors = [
+        [torch.from_numpy(mask).to(dtype).requires_grad_(needs) for mask in masks]
+        for masks in (appended, losses)
+    ]
+    scores = score_microbatch(*given, appended=tensors[0], loss_masks=tensors[1])
+    assert torch.equal(scores.logprobs.values, expected.logprobs.values)
+    assert scores.counts.tolist() == expected.counts.tolist()
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_support_on_the_host_scores_alike_without_waiting(pinned, cuda, no_host_sync):
+    case = Case("thd", cuda)
+    given = case.logits, case.layout, case.token_ids
+    expected = score_microbatch(*given, case.packed_support)
+    support = case.packed_support.to("cpu")
+    support = support.pin_memory() if pinned else support
+    assert support.is_pinned() == pinned
+    torch.cuda.synchronize()
+    with no_host_sync():
+        scores = score_microbatch(*given, support)
+    assert torch.equal(scores.logprobs.values, expected.logprobs.values)
+    assert scores.logprobs.device == case.logits.device
+
+
+def test_a_support_on_the_host_is_taken_by_logits_elsewhere():
+    case = Case("thd", "cpu")
+    layout = TokenLayout.build(LENGTHS, tp_size=4, batch_width=11, device="meta")
+    scores = score_microbatch(
+        case.logits.to("meta"), layout, case.token_ids.to("meta"), case.packed_support
+    )
+    assert scores.logprobs.values.device.type == "meta"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -435,8 +502,69 @@ CASE = Case("thd", "cpu")
         (
             {"support": CASE.packed_support.to("meta")},
             ValueError,
-            "rollout_sample_support is on meta, logits are on cpu",
+            "rollout_sample_support is on meta, logits are on cpu; it must be there or on the CPU",
         ),
+        (
+            {"response_lengths": [3, 4, 5, 4], "support": None, "loss_masks": CASE.masks((0, 5))},
+            ValueError,
+            "trajectory 2 is 5 of 4 tokens",
+        ),
+        (
+            {
+                "support": PackedTensor.from_lengths(
+                    torch.full((16, WIDTH), -1).int(), [3, 4, 5, 4]
+                ),
+                "loss_masks": CASE.masks((2, 3)),
+            },
+            ValueError,
+            "trajectory 2 is 5 of 4 tokens",
+        ),
+        (
+            {
+                "support": PackedTensor.from_lengths(torch.zeros(11).int(), RESPONSES),
+                "loss_masks": CASE.masks((0, 5)),
+            },
+            ValueError,
+            r"rollout_sample_support must be \[N, C\], got \[11\]",
+        ),
+        ({"loss_masks": torch.tensor(1.0)}, TypeError, "loss_masks must be a sequence of one"),
+        (
+            {"loss_masks": [None, None, torch.full((4,), 0.5).bfloat16(), None]},
+            TypeError,
+            r"loss_masks of trajectory 2 must be bool \(or 0 and 1\)",
+        ),
+        (
+            {"loss_masks": [None, None, torch.ones(4).to_sparse(), None]},
+            TypeError,
+            "loss_masks of trajectory 2 must be dense",
+        ),
+        (
+            {"loss_masks": [None, None, [torch.ones((), requires_grad=True)] * 4, None]},
+            TypeError,
+            "loss_masks of trajectory 2 must be one host array or list of numbers",
+        ),
+        (
+            {"loss_masks": [None, None, [torch.ones((), device="meta")] * 4, None]},
+            TypeError,
+            "loss_masks of trajectory 2 must be one host array or list of numbers",
+        ),
+        (
+            {"loss_masks": [None, None, list("1111"), None]},
+            TypeError,
+            r"loss_masks of trajectory 2 must be bool \(or 0 and 1\), got <U1",
+        ),
+        (
+            {"loss_masks": torch.nested.nested_tensor([torch.ones(n) for n in LENGTHS])},
+            TypeError,
+            "loss_masks must be a sequence of one mask a trajectory",
+        ),
+        (
+            {"loss_masks": PackedTensor.from_lengths(torch.ones(24), LENGTHS)},
+            TypeError,
+            "loss_masks must be a sequence of one mask a trajectory, got PackedTensor",
+        ),
+        ({"vocab_size": VOCAB + 1}, ValueError, "vocab_size must be from 1 to the 40 columns"),
+        ({"vocab_size": "40"}, TypeError, "vocab_size must be an int, got str"),
         ({"logits": None}, TypeError, "logits must be a floating-point tensor, got NoneType"),
         ({"logits": CASE.logits.long()}, TypeError, "logits must be .*, got torch.int64"),
         ({"layout": None}, TypeError, "layout must be a TokenLayout, got NoneType"),
