@@ -33,6 +33,7 @@ from packhorse.packed.collate import (
     pack_support,
 )
 from packhorse.packed.tensor import PackedTensor
+from packhorse.replay.checkpoint import shown
 
 #: Fields that every capture has: name -> number of dimensions.
 REQUIRED = {
@@ -305,8 +306,8 @@ def _meta(fail: _Failure, fields: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 def _count(fail: _Failure, name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise fail(f"{name} is {value!r}: give it, or keep the model's config in meta")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+        raise fail(f"{name} is {shown(value)}: give it, or keep the model's config in meta")
     return value
 
 
@@ -330,14 +331,14 @@ def _split(
     count: int | None = None,
 ) -> list[np.ndarray]:
     """The rows of ``name`` for each trajectory."""
-    values, offsets = fields[name], fields[offsets_name].astype(np.int64)
+    values, offsets = fields[name], fields[offsets_name]
     if count is not None and len(offsets) != count + 1:
         raise fail(f"{offsets_name} has {len(offsets)} entries for {count} trajectories")
     if len(offsets) < 2:
         raise fail(f"{offsets_name} has {len(offsets)} entries: there is no trajectory")
     if offsets[0] != 0:
         raise fail(f"{offsets_name} begins with {offsets[0]}, not 0, in trajectory 0")
-    falling = np.flatnonzero(np.diff(offsets) < 0)
+    falling = np.flatnonzero(offsets[1:] < offsets[:-1])  # a difference may wrap around
     if len(falling):
         raise fail(f"{offsets_name} falls in trajectory {falling[0]}")
     if offsets[-1] != len(values):
@@ -345,7 +346,7 @@ def _split(
             f"{offsets_name} ends with {offsets[-1]} in trajectory {len(offsets) - 2}, but"
             f" {name} has {len(values)} rows"
         )
-    return [values[start:end] for start, end in itertools.pairwise(offsets)]
+    return [values[start:end] for start, end in itertools.pairwise(offsets.tolist())]
 
 
 def _check_tokens(fail: _Failure, name: str, segments: list[np.ndarray], vocab_size: int) -> None:
@@ -378,7 +379,7 @@ def _per_response(
 def _check_support_offsets(
     fail: _Failure, fields: dict[str, np.ndarray], responses: list[np.ndarray]
 ) -> None:
-    offsets, ids = fields["support_offsets"].astype(np.int64), fields["support_ids"]
+    offsets, ids = fields["support_offsets"], fields["support_ids"]
     ends = np.cumsum([len(response) for response in responses])
     if len(offsets) != ends[-1] + 1:
         trajectory = int(np.searchsorted(ends, max(len(offsets) - 1, 0), side="right"))
@@ -391,14 +392,15 @@ def _check_support_offsets(
             f"support_offsets goes from {offsets[0]} in trajectory 0 to {offsets[-1]} in"
             f" trajectory {len(responses) - 1}, but support_ids has {len(ids)} entries"
         )
-    empty = np.flatnonzero(np.diff(offsets) <= 0)
-    if len(empty):
-        trajectory = int(np.searchsorted(ends, empty[0], side="right"))
-        token = empty[0] - (ends[trajectory] - len(responses[trajectory]))
-        raise fail(
-            f"support_offsets leaves response token {token} of trajectory {trajectory} without a"
-            " candidate"
-        )
+    wrong = offsets[1:] <= offsets[:-1]  # a difference may wrap around
+    if wrong.any():
+        row = int(wrong.argmax())
+        trajectory = int(np.searchsorted(ends, row, side="right"))
+        token = row - (ends[trajectory] - len(responses[trajectory]))
+        where = f"response token {token} of trajectory {trajectory}"
+        if offsets[row + 1] < offsets[row]:
+            raise fail(f"support_offsets falls at {where}")
+        raise fail(f"support_offsets leaves {where} without a candidate")
 
 
 def _check_optional(fail: _Failure, fields: dict[str, np.ndarray], count: int) -> None:

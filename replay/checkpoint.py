@@ -9,6 +9,8 @@ Source: transformers ``Qwen3MoeConfig``. transformers 5 writes ``num_local_exper
 """
 
 import json
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,10 @@ from typing import Any
 from torch import Tensor
 
 MODEL_TYPES = ("qwen3_moe",)
+
+#: No size in a config.json is this large; the number of layers has a bound of its own.
+_TOO_LARGE = 2**31
+_MAX_LAYERS = 10_000
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -48,25 +54,30 @@ def read_config(directory: str | Path) -> MoeConfig:
 
     Raises:
         ValueError: the file is missing or is no JSON object, the model family is not one of
-            ``MODEL_TYPES``, a setting is missing, or a setting is one that is not reproduced.
+            ``MODEL_TYPES``, a setting is missing, of another type or beyond any model's, or one
+            that is not reproduced.
     """
     path = Path(directory) / "config.json"
     raw = _read_json(path)
     model_type = raw.get("model_type")
     if model_type not in MODEL_TYPES:
         raise ValueError(
-            f"read_config: {path}: model_type {model_type!r} cannot be loaded;"
+            f"read_config: {path}: model_type {shown(model_type)} cannot be loaded;"
             f" known: {', '.join(MODEL_TYPES)}"
         )
     setting = _Settings(path, raw)
     _refuse_unsupported(setting)
 
     num_layers = setting.count("num_hidden_layers")
+    if num_layers >= _MAX_LAYERS:
+        raise ValueError(
+            f"read_config: {path}: num_hidden_layers={num_layers} must be below {_MAX_LAYERS}"
+        )
     hidden_size = setting.count("hidden_size")
     num_heads = setting.count("num_attention_heads")
     rope = raw.get("rope_parameters") or {}
     theta = rope.get("rope_theta", raw.get("rope_theta"))
-    if not isinstance(theta, int | float):
+    if theta is None:
         raise ValueError(f"read_config: {path}: rope_theta is missing")
     topk = setting.count("num_experts_per_tok")
     num_experts = setting.count("num_experts", "num_local_experts")
@@ -86,13 +97,13 @@ def read_config(directory: str | Path) -> MoeConfig:
         intermediate_size=setting.count("intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=setting.count("head_dim", default=hidden_size // num_heads),
+        head_dim=setting.count("head_dim", default=max(hidden_size // num_heads, 1)),
         num_experts=num_experts,
         topk=topk,
         moe_intermediate_size=setting.count("moe_intermediate_size"),
-        renormalise=bool(raw.get("norm_topk_prob", False)),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(theta),
+        renormalise=setting.flag("norm_topk_prob"),
+        rms_norm_eps=setting.positive("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
+        rope_theta=setting.positive("rope_theta", theta),
         vocab_size=setting.count("vocab_size"),
         max_positions=setting.count("max_position_embeddings", default=32768),
         moe_layers=_moe_layers(setting, num_layers),
@@ -130,6 +141,12 @@ class Checkpoint:
             raise ValueError(f"Checkpoint: {self.directory}: weight {name} is missing")
         return self._files[name].get_tensor(name)
 
+    def shape(self, name: str) -> list[int]:
+        """Of the weight of that name, which is not read."""
+        if name not in self._files:
+            raise ValueError(f"Checkpoint: {self.directory}: weight {name} is missing")
+        return list(self._files[name].get_slice(name).get_shape())
+
     def close(self) -> None:
         self._files.clear()
         for handle in self._open:
@@ -146,8 +163,8 @@ class Checkpoint:
         index = self.directory / _INDEX
         if index.exists():
             where = _read_json(index).get("weight_map")
-            if not isinstance(where, dict):
-                raise ValueError(f"Checkpoint: {index}: weight_map is missing")
+            if not isinstance(where, dict) or not set(map(type, where.values())) <= {str}:
+                raise ValueError(f"Checkpoint: {index}: weight_map is missing or names no files")
             for file in sorted(set(where.values())):
                 self._map_file(self.directory / file)
             for name, file in where.items():
@@ -164,9 +181,8 @@ class Checkpoint:
         try:
             handle = safe_open(path, framework="pt")
             handle.__enter__()
-        except (OSError, SafetensorError) as error:
-            reason = str(error).splitlines()[0]
-            raise ValueError(f"Checkpoint: {path}: {reason}") from error
+        except (OSError, SafetensorError, ValueError) as error:
+            raise ValueError(f"Checkpoint: {path}: {shown(error, str)}") from error
         self._open.append(handle)
         for name in handle.keys():  # noqa: SIM118  (not a mapping)
             if name in self._files:
@@ -188,16 +204,47 @@ class _Settings:
             if value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"read_config: {self.path}: {name}={value!r} is not a count")
+                raise ValueError(f"read_config: {self.path}: {name}={shown(value)} is not a count")
+            if value >= _TOO_LARGE:
+                raise ValueError(f"read_config: {self.path}: {name}={shown(value)} is too large")
             return value
         if default is None:
             raise ValueError(f"read_config: {self.path}: {' or '.join(names)} is missing")
         return default
 
+    def positive(self, name: str, value: Any) -> float:
+        """A number above 0 that a float holds."""
+        number = math.nan
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            try:
+                number = float(value)
+            except OverflowError:
+                number = math.inf
+        if not 0 < number < math.inf:
+            raise ValueError(
+                f"read_config: {self.path}: {name}={shown(value)} is not a finite number above 0"
+            )
+        return number
+
+    def flag(self, name: str) -> bool:
+        value = self.raw.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"read_config: {self.path}: {name}={shown(value)} is not a flag")
+        return bool(value)
+
     def refuse_unless(self, name: str, *allowed: Any) -> None:
         value = self.raw.get(name, allowed[0])
         if value not in allowed:
-            raise ValueError(f"read_config: {self.path}: {name}={value!r} is not supported")
+            raise ValueError(f"read_config: {self.path}: {name}={shown(value)} is not supported")
+
+
+def shown(value: Any, form: Callable[[Any], str] = repr) -> str:
+    """``value`` for an error message: one line, not long, whatever a file holds."""
+    try:
+        text = " ".join(form(value).split())
+    except (RecursionError, ValueError):  # ValueError: an int of more digits than Python prints
+        return f"a deep or long {type(value).__name__}"
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def _refuse_unsupported(setting: _Settings) -> None:
@@ -210,24 +257,29 @@ def _refuse_unsupported(setting: _Settings) -> None:
     setting.refuse_unless("quantization_config", None)
     rope = setting.raw.get("rope_parameters") or setting.raw.get("rope_scaling") or {}
     if not isinstance(rope, dict):
-        raise ValueError(f"read_config: {setting.path}: rope_parameters={rope!r} is not supported")
+        raise ValueError(
+            f"read_config: {setting.path}: rope_parameters={shown(rope)} is not supported"
+        )
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type != "default":
-        raise ValueError(f"read_config: {setting.path}: rope_type={rope_type!r} is not supported")
+        raise ValueError(
+            f"read_config: {setting.path}: rope_type={shown(rope_type)} is not supported"
+        )
     partial = rope.get("partial_rotary_factor", setting.raw.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise ValueError(
-            f"read_config: {setting.path}: partial_rotary_factor={partial!r} is not supported"
+            f"read_config: {setting.path}: partial_rotary_factor={shown(partial)} is not supported"
         )
 
 
 def _moe_layers(setting: _Settings, num_layers: int) -> tuple[int, ...]:
     """The rule of transformers' ``Qwen3MoeDecoderLayer``."""
     dense = setting.raw.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise ValueError(
-            f"read_config: {setting.path}: mlp_only_layers={dense!r} is not a list of layers"
+            f"read_config: {setting.path}: mlp_only_layers={shown(dense)} is not a list of layers"
         )
+    dense = set(dense)
     step = setting.count("decoder_sparse_step", default=1)
     layers = tuple(
         layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0
@@ -242,8 +294,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"read_config: {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"read_config: {path}: not JSON ({error})") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"read_config: {path}: not JSON ({shown(error, str)})") from error
     if not isinstance(value, dict):
         raise ValueError(f"read_config: {path}: not a JSON object")
     return value

@@ -93,6 +93,12 @@ def test_ids_of_wider_types_are_the_same_capture(load, fields):
     )
     assert np.array_equal(wide.routes.values.numpy(), fields["routed_experts"])
     assert np.array_equal(np.concatenate(wide.prompt_ids), fields["prompt_ids"])
+    swapped = {name: fields[name].astype(">i8") for name in REQUIRED if "logprobs" not in name}
+    swapped["sampled_logprobs"] = fields["sampled_logprobs"].astype(">f8")
+    other = load(**swapped)
+    assert other.routes == wide.routes
+    assert other.support == wide.support
+    assert np.array_equal(np.concatenate(other.prompt_ids), fields["prompt_ids"])
 
 
 def test_a_row_for_the_last_token_is_legal(load, fields):
@@ -108,6 +114,15 @@ def edit(name, place, value):
 
     def change(fields):
         array = fields[name].copy()
+        array[place] = value
+        return {name: array}
+
+    return change
+
+
+def edit_unsigned(name, place, value):
+    def change(fields):
+        array = fields[name].astype(np.uint64)
         array[place] = value
         return {name: array}
 
@@ -214,6 +229,38 @@ BAD = {
     ),
     "prompt-empty": (empty_prompt, "prompt_ids of trajectory 3 is empty"),
     "offsets-fall": (edit("route_offsets", 4, 20), "route_offsets falls in trajectory 3"),
+    "offsets-wrap": (
+        edit("route_offsets", slice(4, 6), [2**63 - 1, -2]),
+        "route_offsets falls in trajectory 4",
+    ),
+    "prompt-offsets-wrap": (
+        edit("prompt_offsets", slice(4, 6), [2**63 - 1, -2]),
+        "prompt_offsets falls in trajectory 4",
+    ),
+    "response-offsets-wrap": (
+        edit("response_offsets", slice(4, 6), [2**63 - 1, -2]),
+        "response_offsets falls in trajectory 4",
+    ),
+    "support-offsets-wrap": (
+        edit("support_offsets", slice(20, 22), [2**63 - 1, -2]),
+        "support_offsets falls at response token 4 of trajectory 1",
+    ),
+    "support-offsets-unsigned": (
+        edit_unsigned("support_offsets", 20, 2**64 - 1),
+        "support_offsets falls at response token 4 of trajectory 1",
+    ),
+    "route-offsets-unsigned": (
+        edit_unsigned("route_offsets", -1, 2**64 - 1),
+        "route_offsets ends with 18446744073709551615 in trajectory 8",
+    ),
+    "support-id-unsigned": (
+        edit_unsigned("support_ids", 3, 2**64 - 1),
+        "support_ids: token_ids holds an integer past int64, 18446744073709551615 at [3]",
+    ),
+    "prompt-id-unsigned": (
+        edit_unsigned("prompt_ids", 7, 2**64 - 1),
+        "prompt_ids of trajectory 2, token 1: id 18446744073709551615 is not in",
+    ),
     "offsets-first": (edit("prompt_offsets", 0, 1), "prompt_offsets begins with 1, not 0"),
     "offsets-last": (
         edit("response_offsets", -1, 132),
@@ -433,3 +480,5 @@ def test_the_size_of_the_model_must_be_known(load):
         load({"vocab_size": 512}, meta=None)
     with pytest.raises(ValueError, match="vocab_size is None"):
         load({"num_experts": 8}, meta=None)
+    with pytest.raises(ValueError, match=r"vocab_size is 10+\.\.\.: give it"):
+        load({"num_experts": 8, "vocab_size": 10**200}, meta=None)

@@ -73,12 +73,47 @@ def test_layers_with_experts_follow_transformers_rule(dense, step, layers, read)
         ({"num_key_value_heads": 3}, "4 attention heads for 3 key-value heads"),
         ({"mlp_only_layers": [0, 1, 2, 3]}, "no layer has experts"),
         ({"mlp_only_layers": "0"}, "mlp_only_layers='0' is not a list"),
+        ({"mlp_only_layers": [True]}, "mlp_only_layers=[True] is not a list"),
+        ({"rms_norm_eps": None}, "rms_norm_eps=None is not a finite number above 0"),
+        ({"rms_norm_eps": []}, "rms_norm_eps=[] is not a finite number"),
+        ({"rms_norm_eps": {}}, "rms_norm_eps={} is not a finite number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan is not a finite number"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps=1000"),
+        ({"rms_norm_eps": True}, "rms_norm_eps=True is not a finite number"),
+        ({"rope_parameters": {"rope_theta": 10**400}}, "... is not a finite number above 0"),
+        ({"rope_parameters": {"rope_theta": -1}}, "rope_theta=-1 is not a finite number above 0"),
+        ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta='1e4' is not a finite number"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers=1000000000000000000000000000000 is too"),
+        ({"num_hidden_layers": 10_000}, "num_hidden_layers=10000 must be below 10000"),
+        ({"hidden_size": 2**31}, "hidden_size=2147483648 is too large"),
+        ({"vocab_size": 2**40}, "vocab_size=1099511627776 is too large"),
+        ({"max_position_embeddings": 10**10}, "max_position_embeddings=10000000000 is too large"),
+        ({"norm_topk_prob": "false"}, "norm_topk_prob='false' is not a flag"),
+        ({"hidden_act": "x" * 10**5}, "hidden_act='xxx"),
     ],
 )
 def test_what_is_not_reproduced_is_refused_by_name(changes, message, read):
     with pytest.raises(ValueError, match="read_config: ") as error:
         read(**changes)
     assert message in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+    assert len(str(error.value)) < 400
+
+
+def test_any_value_of_any_setting_reads_or_is_one_line(read):
+    values = [
+        *(None, True, [], {}, "", "x", -1, 0, 1, 2.5, 1e308, 10**30, 10**400, float("nan")),
+        *(float("inf"), [0], [None], {"rope_theta": None}, {"rope_type": []}, "\ud800", [[[]]]),
+    ]
+    messages = []
+    for name in CONFIG:
+        for value in values:
+            try:
+                read(**{name: value})
+            except ValueError as error:
+                messages.append(str(error))
+    assert len(messages) > 200
+    assert all(len(message.splitlines()) == 1 for message in messages)
 
 
 def test_folders_without_a_model_are_refused(tmp_path):
@@ -90,6 +125,10 @@ def test_folders_without_a_model_are_refused(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="not a JSON object"):
         read_config(tmp_path)
+    for text in ("[" * 10**5, '{"a":' * 10**5, f'{{"a": {"9" * 5000}}}', "\x00"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=r"config\.json: not JSON"):
+            read_config(tmp_path)
     with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
         Checkpoint(tmp_path)
 
@@ -112,6 +151,10 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path):
     index.write_text(json.dumps({"weight_map": {"absent.weight": "a.safetensors"}}))
     with pytest.raises(ValueError, match=r"absent\.weight is missing"):
         Checkpoint(tmp_path)
+    for broken in ('{"weight_map": {"a": ["b"]}}', '{"weight_map": {"a": null}}'):
+        index.write_text(broken)
+        with pytest.raises(ValueError, match="weight_map is missing or names no files"):
+            Checkpoint(tmp_path)
     index.write_text("{}")
     with pytest.raises(ValueError, match="weight_map is missing"):
         Checkpoint(tmp_path)
@@ -122,5 +165,8 @@ def test_weights_are_read_by_name(tmp_path):
     with Checkpoint(MODEL) as checkpoint:
         assert "lm_head.weight" in checkpoint.names
         assert list(checkpoint.tensor("lm_head.weight").shape) == [512, 64]
+        assert checkpoint.shape("lm_head.weight") == [512, 64]
+        with pytest.raises(ValueError, match=r"weight absent\.weight is missing"):
+            checkpoint.shape("absent.weight")
         with pytest.raises(ValueError, match=r"weight absent\.weight is missing"):
             checkpoint.tensor("absent.weight")
