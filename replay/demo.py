@@ -21,7 +21,7 @@ import torch
 
 from packhorse.replay import compare, demo_plot
 from packhorse.replay.capture import Capture
-from packhorse.replay.checkpoint import MoeConfig, read_config
+from packhorse.replay.checkpoint import MoeConfig, read_config, shown
 
 DATA = Path(__file__).parent / "data"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -153,12 +153,7 @@ def _prepare(args: argparse.Namespace) -> Demo:
             moe_layers=config.moe_layers,
         )
         _check_positions(config, capture)
-        temperature = args.temperature
-        sampling = capture.meta.get("sampling")
-        if temperature is None:
-            temperature = sampling.get("temperature", 1.0) if isinstance(sampling, dict) else 1.0
-        if not isinstance(temperature, int | float) or not 0 < temperature < float("inf"):
-            raise ValueError(f"temperature must be finite and above 0, got {temperature!r}")
+        temperature = _temperature(args, capture)
         microbatches = compare.make_microbatches(
             capture,
             format=args.format,
@@ -169,7 +164,25 @@ def _prepare(args: argparse.Namespace) -> Demo:
         )
     except (ValueError, TypeError) as error:
         raise _Refused(error) from error
-    return Demo(config, capture, microbatches, device, float(temperature), args)
+    except MemoryError as error:
+        raise _Refused("not enough memory for the capture") from error
+    return Demo(config, capture, microbatches, device, temperature, args)
+
+
+def _temperature(args: argparse.Namespace, capture: Capture) -> float:
+    """That of the options, else of the capture's meta, else 1."""
+    temperature = args.temperature
+    if temperature is None:
+        sampling = capture.meta.get("sampling")
+        temperature = sampling.get("temperature", 1.0) if isinstance(sampling, dict) else 1.0
+    # an int may be past every float, and a float too small for one over it to be finite
+    if (
+        isinstance(temperature, bool)
+        or not isinstance(temperature, int | float)
+        or not torch.finfo(torch.float32).tiny <= temperature <= torch.finfo(torch.float32).max
+    ):
+        raise ValueError(f"temperature must be finite and above 0, got {shown(temperature)}")
+    return float(temperature)
 
 
 def _check_positions(config: MoeConfig, capture: Capture) -> None:
@@ -240,6 +253,8 @@ def _quiet_megatron() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"megatron\.")
+            # the compiler's, of sources that are imported for the first time: they name no module
+            warnings.filterwarnings("ignore", category=SyntaxWarning)
             yield
     finally:
         logger.setLevel(level)
@@ -268,7 +283,8 @@ def report_lines(demo: Demo) -> list[str]:
     capture, config = demo.capture, demo.config
     num_tokens, num_sampled = sum(capture.lengths), sum(capture.response_lengths)
     engine = capture.meta.get("vllm")
-    source = f"vLLM {engine} ({capture.meta.get('dtype', 'dtype unknown')})" if engine else "?"
+    dtype = capture.meta.get("dtype", "dtype unknown")
+    source = f"vLLM {shown(engine, str)} ({shown(dtype, str)})" if engine else "?"
     lines = [
         f"rollout   {capture.path.name}: {capture.num_trajectories} trajectories,"
         f" {num_tokens:,} tokens, {num_sampled:,} of them sampled by {source}",
@@ -369,5 +385,6 @@ def _kernels(device: torch.device) -> str:
 
 
 def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
     sys.stdout.flush()

@@ -107,6 +107,7 @@ def load_hf_model(
     config = read_config(directory)
     _require_one_rank()
     with Checkpoint(directory) as checkpoint:
+        _check_sizes(config, checkpoint)
         model = _build_model(config, dtype, recompute, core_attention)
         _fill(model, config, checkpoint)
     return model
@@ -192,6 +193,38 @@ def _build_model(config: MoeConfig, dtype: torch.dtype, recompute: str, core_att
 
 
 # --- weights --------------------------------------------------------------------------------------
+
+
+def _check_sizes(config: MoeConfig, checkpoint: Checkpoint) -> None:
+    """Refuse a config.json whose sizes are not the weights', before memory is taken for them."""
+    layer = f"model.layers.{config.moe_layers[0]}."
+    expert = f"{layer}mlp.experts.{config.num_experts - 1}."
+    checkpoint.shape(f"model.layers.{config.num_layers - 1}.input_layernorm.weight")
+    checks: list[tuple[str, str, list[int]]] = [
+        ("vocab_size, hidden_size", "model.embed_tokens.weight",
+         [config.vocab_size, config.hidden_size]),
+        ("num_attention_heads, head_dim, hidden_size", f"{layer}self_attn.q_proj.weight",
+         [config.num_heads * config.head_dim, config.hidden_size]),
+        ("num_key_value_heads, head_dim, hidden_size", f"{layer}self_attn.k_proj.weight",
+         [config.num_kv_heads * config.head_dim, config.hidden_size]),
+        ("head_dim", f"{layer}self_attn.q_norm.weight", [config.head_dim]),
+        ("num_experts, hidden_size", f"{layer}mlp.gate.weight",
+         [config.num_experts, config.hidden_size]),
+        ("moe_intermediate_size, hidden_size", f"{expert}gate_proj.weight",
+         [config.moe_intermediate_size, config.hidden_size]),
+    ]  # fmt: skip
+    dense = sorted(set(range(config.num_layers)) - set(config.moe_layers))
+    if dense:
+        checks.append((
+            "intermediate_size, hidden_size", f"model.layers.{dense[0]}.mlp.gate_proj.weight",
+            [config.intermediate_size, config.hidden_size],
+        ))  # fmt: skip
+    for settings, name, expected in checks:
+        if checkpoint.shape(name) != expected:
+            raise ValueError(
+                f"load_hf_model: {settings} of config.json make {expected} of {name}, the"
+                f" checkpoint's weight is {checkpoint.shape(name)}"
+            )
 
 
 def _fill(model: Any, config: MoeConfig, checkpoint: Checkpoint) -> None:
