@@ -222,9 +222,38 @@ def test_a_left_over_weight_is_named(folder):
 def test_a_weight_of_another_shape_is_named(folder):
     from packhorse.replay.megatron import load_hf_model
 
-    set_config(folder, rope_theta=5000.0, head_dim=4)
-    with pytest.raises(ValueError, match=r"linear_proj.weight is \[24, 16\], the .* \[24, 32\]"):
+    wrong = {"model.layers.0.self_attn.o_proj.weight": np.zeros((24, 16), np.float32)}
+    rewrite(folder, lambda weights: weights.update(wrong))
+    with pytest.raises(ValueError, match=r"linear_proj.weight is \[24, 32\], the .* \[24, 16\]"):
         load_hf_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (
+            {"head_dim": 4},
+            r"head_dim, hidden_size of config.json make \[16, 24\] of model.layers.0",
+        ),
+        (
+            {"intermediate_size": 2**30},
+            r"\[1073741824, 24\] of model.layers.\d.mlp.gate_proj.weight",
+        ),
+        (
+            {"num_hidden_layers": 9000},
+            r"weight model.layers.8999.input_layernorm.weight is missing",
+        ),
+    ],
+)
+def test_sizes_that_are_not_the_weights_are_refused_before_a_model_is_built(
+    setting, message, folder, monkeypatch
+):
+    from packhorse.replay import megatron
+
+    set_config(folder, rope_theta=5000.0, **setting)
+    monkeypatch.setattr(megatron, "_build_model", None)
+    with pytest.raises(ValueError, match=message):
+        megatron.load_hf_model(folder)
 
 
 def test_unknown_dtypes_and_recomputes_are_refused():
