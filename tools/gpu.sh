@@ -50,10 +50,18 @@ has_module() {
 }
 
 tests() {
+    # several processes share the card; what needs most of its memory runs alone
+    local several=() files=()
+    if has_module xdist; then
+        several=(-n 8)
+        files=(-n 6 --dist loadfile)
+    fi
     stage "doctor" "$python" -m packhorse doctor
-    stage "tests" "$python" -m pytest -q -m "not compile" --ignore=tests/megatron tests
+    stage "tests" "$python" -m pytest -q "${several[@]}" -m "not compile and not gpu_memory" \
+        --ignore=tests/megatron tests
+    stage "tests of large tensors" "$python" -m pytest -q -m gpu_memory tests/kernels
     if has_module megatron.core; then
-        stage "tests with megatron-core" "$python" -m pytest -q tests/megatron
+        stage "tests with megatron-core" "$python" -m pytest -q "${files[@]}" tests/megatron
         stage "demo" "$python" -m packhorse demo
     else
         echo "== no megatron-core here: its tests and the demo are left out"
