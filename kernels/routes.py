@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from packhorse._env import CHECK_VALUES
+from packhorse.kernels.rows import check_values, checks_values
 from packhorse.packed.sentinels import MISSING_ROW
 
 ROUTE_DTYPES = frozenset({torch.uint8, torch.int16, torch.int32})
@@ -274,13 +274,17 @@ def gather_routes(
 
     Raises:
         TypeError: a dtype is unsupported.
-        ValueError: a shape, device, layer or count is wrong. The ids themselves are not read, since
-            that would stall the GPU; ``PACKHORSE_CHECK=1`` checks row_ids, routes and a table of
-            layers.
+        ValueError: a shape, device, layer or count is wrong, or a row id or expert on the CPU is
+            out of range. Values on a GPU are not read, since that would stall it;
+            ``PACKHORSE_CHECK=1`` checks row_ids, routes and a table of layers there.
 
     Source: ``RouterReplay.target_topk_idx`` of Megatron-core takes one layer's [M, K].
     """
     name = "gather_routes"
+    for field, tensor in (("routes", routes), ("row_ids", row_ids)):
+        if not isinstance(tensor, Tensor):
+            hint = "; pass its values" if hasattr(tensor, "values") else ""
+            raise TypeError(f"{name}: {field} must be a tensor, got {type(tensor).__name__}{hint}")
     if routes.dtype not in ROUTE_DTYPES:
         raise TypeError(f"{name}: routes must be uint8, int16 or int32, got {routes.dtype}")
     if routes.dim() != 3:
@@ -303,18 +307,20 @@ def gather_routes(
     if spread_offset < 0:
         raise ValueError(f"{name}: spread_offset must be >= 0, got {spread_offset}")
     table, first_layer, layer_step, num_layers = _resolve_layers(layers, routes)
-    if CHECK_VALUES:
+    if checks_values(row_ids):
         in_range = ((row_ids >= MISSING_ROW) & (row_ids < routes.shape[0])).all()
-        torch._assert_async(in_range, f"{name}: a row id is outside [-1, {routes.shape[0]})")
+        check_values(in_range, f"{name}: a row id is outside [-1, {routes.shape[0]})")
         delivered = table
         if delivered is None:
             steps = torch.arange(num_layers, device=routes.device)
             delivered = first_layer + layer_step * steps
         listed = (delivered >= 0) & (delivered < routes.shape[1])
-        torch._assert_async(listed.all(), f"{name}: a layer is outside [0, {routes.shape[1]})")
+        check_values(listed.all(), f"{name}: a layer is outside [0, {routes.shape[1]})")
         chosen = routes.index_select(1, torch.where(listed, delivered, 0))
-        known = ((chosen >= 0) & (chosen < num_experts)).all()
-        torch._assert_async(known, f"{name}: an expert is outside [0, {num_experts})")
+        if chosen.numel():  # extremes first: uint8 cannot be compared with 256
+            low, high = (extreme.long() for extreme in torch.aminmax(chosen))
+            known = (low >= 0) & (high < num_experts)
+            check_values(known, f"{name}: an expert is outside [0, {num_experts})")
     return _gather_routes_op(
         routes, row_ids, table, first_layer, layer_step, num_layers, num_experts,
         dummy == "spread", ep_size, spread_offset, dtype,
@@ -333,6 +339,11 @@ def _resolve_layers(
                 f" got {tuple(layers.shape)} {layers.dtype} on {layers.device}"
             )
         return layers.contiguous(), 0, 1, layers.shape[0]
+    if not isinstance(layers, Sequence):
+        raise TypeError(
+            f"{name}: layers must be a range, a list or an int32 tensor, got"
+            f" {type(layers).__name__}"
+        )
     is_range = isinstance(layers, range)  # its ends are its extremes
     ends = (layers[0], layers[-1]) if is_range and layers else layers
     if len(layers) and (min(ends) < 0 or max(ends) >= captured):

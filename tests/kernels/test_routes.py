@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packhorse import gather_routes
+from packhorse import PackedTensor, gather_routes
 from packhorse.kernels import routes as routes_module
 from packhorse.testing import poisoned_empty, random_row_ids
 
@@ -245,6 +245,11 @@ ROUTES, IDS = torch.zeros(2, 3, 4, dtype=torch.uint8), torch.zeros(2, dtype=torc
         (ROUTES, IDS, {"layers": [0, 3]}, ValueError, r"layer 3 is not in \[0, 3\)"),
         (ROUTES, IDS, {"layers": [-1]}, ValueError, "layer -1 is not in"),
         (ROUTES, IDS, {"layers": [1.0]}, TypeError, "layers must be integers"),
+        (ROUTES, IDS, {"layers": 1}, TypeError, "layers must be a range, a list or"),
+        (PackedTensor.from_lengths(ROUTES, [2]), IDS, {}, TypeError, "routes .* pass its values"),
+        (ROUTES, IDS + 2, {}, ValueError, r"a row id is outside \[-1, 2\)"),
+        (ROUTES, IDS - 2, {}, ValueError, r"a row id is outside \[-1, 2\)"),
+        (ROUTES + 8, IDS, {}, ValueError, r"an expert is outside \[0, 8\)"),
         (ROUTES, IDS, {"layers": IDS}, ValueError, r"layers as a tensor must be \[J\] int32"),
         (ROUTES, IDS, {"num_experts": 3}, ValueError, "num_experts=3"),
         (ROUTES, IDS, {"dummy": "zeros"}, ValueError, "dummy must be"),
