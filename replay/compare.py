@@ -31,8 +31,13 @@ VARIANTS = {
     "support": (False, True),
     "both": (True, True),
 }
-#: Ways to misplace routes on purpose.
-BREAKS = ("late", "early", "batch-major", "layers")
+#: Ways to misplace routes on purpose -> where they are then.
+BREAKS = {
+    "late": "one token late",
+    "early": "one token early",
+    "batch-major": "rows in the order [B, S] where the model reads [S, B]",
+    "layers": "layers in reverse order",
+}
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,8 @@ class Microbatch:
 
     layout: TokenLayout
     token_ids: PackedTensor  # [tokens] int64
-    routes: PackedTensor  # [rows, L, K]
+    routes: PackedTensor  # [rows, L, K], what is replayed: misplaced where that was asked for
+    rollout_routes: PackedTensor  # [rows, L, K], what the rollout took
     support: PackedTensor  # [response tokens, C]
     loss_masks: tuple[np.ndarray, ...]  # [length] bool, host: the response tokens
 
@@ -117,9 +123,9 @@ def make_microbatches(
     for start in range(0, capture.num_trajectories, size):
         part = slice(start, start + size)
         layout = TokenLayout.build(capture.lengths[part], format=format, device=device)
-        routes = capture.routes[part]
+        routes = rollout_routes = capture.routes[part].to(device)
         if misplace is not None:
-            routes = _misplace(routes, misplace, layout, layers)
+            routes = _misplace(capture.routes[part], misplace, layout, layers).to(device)
         pairs = list(zip(capture.prompt_ids[part], capture.response_ids[part], strict=True))
         tokens = [torch.from_numpy(np.concatenate(pair)) for pair in pairs]
         masks = [np.repeat([False, True], [len(p), len(r)]) for p, r in pairs]
@@ -127,7 +133,8 @@ def make_microbatches(
             Microbatch(
                 layout=layout,
                 token_ids=PackedTensor.from_segments(tokens).to(device),
-                routes=routes.to(device),
+                routes=routes,
+                rollout_routes=rollout_routes,
                 support=capture.support[part].to(device),
                 loss_masks=tuple(masks),
             )
@@ -336,14 +343,14 @@ def _differing_routes(
     microbatches: Sequence[Microbatch],
     layers: Sequence[int],
 ) -> np.ndarray:
-    """[route rows, MoE layers] bool: where the set of live experts is not the captured one."""
+    """[route rows, MoE layers] bool: where the set of live experts is not the rollout's own."""
     parts = []
     for i, batch in enumerate(microbatches):
         live = torch.stack([calls[i] for calls in recorded], 1)  # [M, L, K]
-        row_ids = batch.layout.route_row_ids(batch.routes.lengths)
-        num_rows = batch.routes.num_rows
-        live = scatter_rows(live, row_ids, num_rows, fill=-1).sort(-1).values
-        captured = batch.routes.values[:, list(layers)].long().sort(-1).values
+        routes = batch.rollout_routes
+        row_ids = batch.layout.route_row_ids(routes.lengths)
+        live = scatter_rows(live, row_ids, routes.num_rows, fill=-1).sort(-1).values
+        captured = routes.values[:, list(layers)].long().sort(-1).values
         parts.append((live != captured).any(-1).cpu().numpy())
     return np.concatenate(parts)
 

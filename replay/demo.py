@@ -108,7 +108,13 @@ def run(args: argparse.Namespace) -> int:
     _print("\n".join(report_lines(demo)))
     if args.plot:
         try:
-            demo_plot.draw(args.plot, demo.capture, demo.results, demo.config.moe_layers)
+            demo_plot.draw(
+                args.plot,
+                demo.capture,
+                demo.results,
+                demo.config.moe_layers,
+                routes=misplaced(args.misplace) if args.misplace else None,
+            )
         except (OSError, ValueError) as error:
             return _refuse(_Refused(f"--plot {args.plot}: {error}"))
         _print(f"picture   {args.plot}")
@@ -296,7 +302,7 @@ def report_lines(demo: Demo) -> list[str]:
         f"kernels   {_kernels(demo.device)}",
     ]
     if demo.args.misplace:
-        lines.append(f"BROKEN    --break {demo.args.misplace}: the routes are in the wrong place")
+        lines.append(f"routes    {misplaced(demo.args.misplace)}")
     lines.append("")
     group = 4 * _COLUMN + 1
     names = list(demo.results)
@@ -320,6 +326,11 @@ def report_lines(demo: Demo) -> list[str]:
         f" {demo.seconds['import']:.1f}",
     ]
     return [line.rstrip() for line in lines]
+
+
+def misplaced(how: str) -> str:
+    """What ``--break HOW`` did to the routes."""
+    return f"misplaced on purpose: {compare.BREAKS[how]} (--break {how})"
 
 
 def _differing(result: compare.Comparison) -> str:

@@ -31,23 +31,33 @@ def check(path: str) -> None:
 
 
 def draw(
-    path: str, capture: Capture, results: Mapping[str, Comparison], moe_layers: Sequence[int]
+    path: str,
+    capture: Capture,
+    results: Mapping[str, Comparison],
+    moe_layers: Sequence[int],
+    *,
+    routes: str | None = None,
 ) -> None:
-    """Write the picture to ``path``; its ending is the format."""
+    """Write the picture to ``path``; its ending is the format.
+
+    Args:
+        routes: what the title says of the routes, where they are not the rollout's own.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 0.6 + 3.9 * len(results)), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(
+    title = (
         f"A vLLM rollout ({sum(capture.response_lengths):,} sampled tokens) in a Megatron trainer,"
         " without and with replay"
     )
+    figure.suptitle(title if routes is None else f"{title}\nroutes {routes}")
     bins = _bins(results)
     axes = figure.subplots(len(results), 2, squeeze=False, width_ratios=(1, 1.25))
-    for (distribution, routes), (name, result) in zip(axes, results.items(), strict=True):
+    for (distribution, route_map), (name, result) in zip(axes, results.items(), strict=True):
         _draw_distribution(distribution, name, result, bins)
-        _draw_routes(routes, name, result, capture.routes.lengths, moe_layers)
+        _draw_routes(route_map, name, result, capture.routes.lengths, moe_layers)
     figure.savefig(path, dpi=150)
 
 

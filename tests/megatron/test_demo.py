@@ -154,7 +154,21 @@ def test_routes_in_the_wrong_place_show(how, size, mean, capsys):
     assert table["both"][0][0] == pytest.approx(mean, rel=0.03)
     assert table["both"][0][2] > 3
     assert table["support"][0][0] == pytest.approx(0.0426, rel=0.02)  # live: untouched
-    assert f"--break {how}" in output
+    (header,) = re.findall(r"^routes    (.*)$", output, re.MULTILINE)
+    assert header == f"misplaced on purpose: {demo.compare.BREAKS[how]} (--break {how})"
+    (differing,) = cells(output, "route sets that differ without replay")
+    share = float(re.match(r"([\d.]+) % of 4,044$", differing)[1])
+    assert share == pytest.approx(1.38, abs=0.06)  # live against the rollout's own: untouched
+
+
+def test_the_picture_says_that_routes_were_misplaced(tmp_path):
+    pytest.importorskip("matplotlib")
+    said = "routes misplaced on purpose: one token late (- -break late)"
+    for options, count in ((("--break", "late"), 1), ((), 0)):
+        picture = tmp_path / "out.svg"
+        assert run("--dtype", "fp32", "--plot", picture, *options) == 0
+        # letters are outlines, each text a comment, where "--" is written apart
+        assert picture.read_text().count(said) == count
 
 
 @pytest.mark.parametrize("size", [1, 4, 9])
