@@ -318,7 +318,8 @@ class TokenLayout:
         """Bring a dense per-token batch into this rank's token order.
 
         Args:
-            dense: [B, S, ...], S the layout's ``batch_width``, on the layout's device.
+            dense: [B, S, ...], S the layout's ``batch_width``, on the layout's device. Read by the
+                layout's ``first_columns``: left padded, unless ``build`` was given others.
             fill: value of slots without a token: a whole number that fits the dtype.
             next_token: slot s gets the value of token s + 1.
 
@@ -349,8 +350,8 @@ class TokenLayout:
         """[T, ...] as the model takes it: [1, T, ...] ("thd") or [B, T / B, ...] ("bshd")."""
         if values.dim() < 1 or values.shape[0] != self.num_tokens:
             raise ValueError(
-                f"TokenLayout.to_model: values must be [{self.num_tokens}, ...],"
-                f" got {tuple(values.shape)}"
+                f"TokenLayout.to_model: values must be [{self.num_tokens}, ...] in this layout's"
+                f" token order, got {list(values.shape)}; align brings a dense [B, S, ...] there"
             )
         if self.format == "thd":
             return values.unsqueeze(0)

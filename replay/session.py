@@ -416,8 +416,8 @@ class _Schedule:
         index = self._begun[chunk.index]
         if index == len(self._microbatches):
             raise ValueError(
-                f"{_NAME}.begin: chunk {chunk.index} begins microbatch {index}, but the schedule"
-                f" was given {len(self._microbatches)}"
+                f"{_NAME}.begin: chunk {chunk.index} has begun every microbatch of the schedule"
+                f" ({len(self._microbatches)}), and was asked for another one"
             )
         microbatch = self._microbatches[index]
         layout = microbatch.layout

@@ -184,7 +184,9 @@ def test_too_few_microbatches_are_an_error():
 def test_too_many_microbatches_are_an_error():
     model = build_model()
     session = make_session(model)
-    with pytest.raises(ValueError, match="begins microbatch 1, but the schedule was given 1"):
+    with pytest.raises(
+        ValueError, match=r"begun every microbatch of the schedule \(1\), and was asked"
+    ):
         run_by_hand(session, model, [make_batch()], begun=2)
 
 

@@ -49,10 +49,7 @@ def _namespace() -> dict:
 
     def forward_backward() -> None:
         layout = names["layout"]
-        batch = SimpleNamespace(
-            token_ids=layout.align(names["token_ids"], 0),
-            labels=layout.align(names["token_ids"], 0, next_token=True),
-        )
+        batch = SimpleNamespace(token_ids=names["token_ids"])
         get_forward_backward_func()(
             forward_step_func=names["forward_step"],
             data_iterator=iter([batch]),
