@@ -159,6 +159,7 @@ def _prepare(args: argparse.Namespace) -> Demo:
             moe_layers=config.moe_layers,
         )
         _check_positions(config, capture)
+        _check_options(args, capture)
         temperature = _temperature(args, capture)
         microbatches = compare.make_microbatches(
             capture,
@@ -177,8 +178,9 @@ def _prepare(args: argparse.Namespace) -> Demo:
 
 def _temperature(args: argparse.Namespace, capture: Capture) -> float:
     """That of the options, else of the capture's meta, else 1."""
-    temperature = args.temperature
+    temperature, name = args.temperature, "--temperature"
     if temperature is None:
+        name = f"{capture.path}: temperature"
         sampling = capture.meta.get("sampling")
         temperature = sampling.get("temperature", 1.0) if isinstance(sampling, dict) else 1.0
     # an int may be past every float, and a float too small for one over it to be finite
@@ -187,7 +189,7 @@ def _temperature(args: argparse.Namespace, capture: Capture) -> float:
         or not isinstance(temperature, int | float)
         or not torch.finfo(torch.float32).tiny <= temperature <= torch.finfo(torch.float32).max
     ):
-        raise ValueError(f"temperature must be finite and above 0, got {shown(temperature)}")
+        raise ValueError(f"{name} must be finite and above 0, got {shown(temperature)}")
     return float(temperature)
 
 
@@ -200,6 +202,25 @@ def _check_positions(config: MoeConfig, capture: Capture) -> None:
                 f"{capture.path}: trajectory {i} has {length} tokens, the model"
                 f" {config.max_positions} positions"
             )
+
+
+def _check_options(args: argparse.Namespace, capture: Capture) -> None:
+    """What ``make_microbatches`` would refuse, in the words of the command line."""
+    if args.microbatch_size < 1:
+        raise ValueError(f"--microbatch-size must be at least 1, got {args.microbatch_size}")
+    if args.misplace != "batch-major":
+        return
+    if args.format != "bshd":
+        raise ValueError(f"--break batch-major needs --format bshd, got {args.format}")
+    if args.microbatch_size < 2:
+        raise ValueError(
+            f"--break batch-major needs --microbatch-size 2 or more, got {args.microbatch_size}"
+        )
+    if capture.num_trajectories < 2:
+        raise ValueError(
+            f"--break batch-major needs at least 2 trajectories, {capture.path} has"
+            f" {capture.num_trajectories}"
+        )
 
 
 @contextmanager
@@ -290,7 +311,7 @@ def report_lines(demo: Demo) -> list[str]:
     num_tokens, num_sampled = sum(capture.lengths), sum(capture.response_lengths)
     engine = capture.meta.get("vllm")
     dtype = capture.meta.get("dtype", "dtype unknown")
-    source = f"vLLM {shown(engine, str)} ({shown(dtype, str)})" if engine else "?"
+    source = f"vLLM {shown(engine, str)} ({shown(dtype, str)})" if engine else "an unnamed engine"
     lines = [
         f"rollout   {capture.path.name}: {capture.num_trajectories} trajectories,"
         f" {num_tokens:,} tokens, {num_sampled:,} of them sampled by {source}",
@@ -313,7 +334,8 @@ def report_lines(demo: Demo) -> list[str]:
         cells = ""
         for result in demo.results.values():
             gap = result.gaps[variant]
-            cells += f"{gap.mean:8.4f}{gap.p99:8.3f}{gap.max:8.3f}{gap.k3:9.5f}  "
+            cells += _fixed(gap.mean, _COLUMN, 4) + _fixed(gap.p99, _COLUMN, 3)
+            cells += _fixed(gap.max, _COLUMN, 3) + _fixed(gap.k3, _COLUMN + 1, 5) + "  "
         lines.append(f"{'  ' + variant:<{_LABEL}}{cells}".rstrip())
     for label, show in _ROWS:
         cells = "".join(f"{show(result):>{group}}  " for result in demo.results.values())
@@ -326,6 +348,12 @@ def report_lines(demo: Demo) -> list[str]:
         f" {demo.seconds['import']:.1f}",
     ]
     return [line.rstrip() for line in lines]
+
+
+def _fixed(value: float, width: int, decimals: int) -> str:
+    """``value`` in ``width`` characters, a space first: one too long for it gets an exponent."""
+    text = f"{value:.{decimals}f}"
+    return f"{text if len(text) < width else format(value, '.1e'):>{width}}"
 
 
 def misplaced(how: str) -> str:
@@ -364,7 +392,10 @@ _ROWS: Sequence[tuple[str, Callable[[compare.Comparison], str]]] = (
     ("routers asked, in the training schedule", _asked),
     ("  and answered again in recompute", lambda r: f"{r.training_report.recomputed_calls} times"),
     ("rows replayed / dummy / live, a layer", _rows),
-    ("training schedule, full recompute", lambda result: f"loss {result.loss:.4f}"),
+    (
+        "training schedule, full recompute",
+        lambda result: f"loss {_fixed(result.loss, 12, 4).strip()}",
+    ),
     ("  gradients; norm at the routers", _gradients),
     ("  max |logprob - forward-only's|", lambda result: f"{result.recompute_difference:.1e}"),
     ("seconds live / replayed / training", _seconds),

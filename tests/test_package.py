@@ -206,6 +206,13 @@ def test_help_names_each_command(capsys):
     assert all(does in said for does in COMMANDS.values())
 
 
+def test_version_is_the_packages(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"packhorse {packhorse.__version__}\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -417,14 +417,92 @@ def test_what_meta_says_is_printed_whatever_it_is(capture_with):
 
 
 def test_options_that_cannot_be_met_are_refused(tmp_path, capsys):
-    assert "at least 2 trajectories" in refused(
+    assert "--break batch-major needs --microbatch-size 2 or more, got 1" in refused(
         capsys, "--break", "batch-major", "--microbatch-size", 1
     )
-    assert "needs format='bshd'" in refused(capsys, "--break", "batch-major", "--format", "thd")
-    assert "size must be at least 1" in refused(capsys, "--microbatch-size", 0)
+    assert "--break batch-major needs --format bshd, got thd" in refused(
+        capsys, "--break", "batch-major", "--format", "thd"
+    )
+    assert "--microbatch-size must be at least 1, got 0" in refused(capsys, "--microbatch-size", 0)
     assert "there is no folder" in refused(capsys, "--plot", tmp_path / "absent" / "out.png")
     assert "must end in .png" in refused(capsys, "--plot", tmp_path / "out.xyz")
-    assert "temperature must be finite" in refused(capsys, "--temperature", 0)
+    assert "--temperature must be finite" in refused(capsys, "--temperature", 0)
+
+
+def test_batch_major_needs_two_trajectories(tmp_path, capsys):
+    fields = {}
+    with np.load(PACKAGED / "vllm_tiny_moe.npz", allow_pickle=False) as archive:
+        for kind, names in (
+            ("prompt", ["prompt_ids"]),
+            ("response", ["response_ids", "sampled_logprobs"]),
+            ("route", ["routed_experts"]),
+        ):
+            offsets = fields[f"{kind}_offsets"] = archive[f"{kind}_offsets"][:2]
+            fields |= {name: archive[name][: offsets[1]] for name in names}
+        kept = archive["support_offsets"][: fields["response_offsets"][1] + 1]
+        fields |= {"support_offsets": kept, "support_ids": archive["support_ids"][: kept[-1]]}
+    np.savez(tmp_path / "one.npz", **fields)
+    message = refused(capsys, "--capture", tmp_path / "one.npz", "--break", "batch-major")
+    assert "--break batch-major needs at least 2 trajectories" in message
+
+
+def test_columns_stay_apart_whatever_they_hold(capsys):
+    assert run("--dtype", "fp32", "--temperature", "1e-9") == 0
+    output = capsys.readouterr().out
+    for variant in VARIANTS:
+        (row,) = re.findall(rf"^  {variant} +(.+)$", output, re.MULTILINE)
+        assert len([float(number) for number in row.split()]) == 4, row
+    assert max(map(len, re.findall(r"^(?:  | training|seconds).*$", output, re.MULTILINE))) <= 75
+
+
+def test_a_capture_that_names_no_engine_is_shown_without_one(capture_with, capsys):
+    assert run("--dtype", "fp32", "--capture", capture_with(meta=np.array("{}"))) == 0
+    assert "133 of them sampled by an unnamed engine\n" in capsys.readouterr().out
+
+
+def python(script: str, **options: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", script], cwd=REPOSITORY, text=True, stderr=subprocess.PIPE, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "code", "said"),
+    [
+        ("torch", 2, r"packhorse demo: torch is not installed: pip install torch\n"),
+        ("numpy", 2, r"packhorse demo: numpy is not installed: pip install numpy\n"),
+        ("triton", 2, r"packhorse demo: triton is not installed: pip install triton\n"),
+        ("packhorse.replay.capture", 1, r"Traceback .*\n"),
+        ("bisect", 1, r"Traceback .*\n"),
+    ],
+)
+def test_an_absent_package_is_one_line_and_a_broken_installation_a_traceback(module, code, said):
+    with python(
+        f"import sys; sys.modules[{module!r}] = None\n"
+        "from packhorse.__main__ import main; sys.exit(main(['demo']))"
+    ) as process:
+        errors = process.communicate(timeout=240)[1]
+    assert process.returncode == code, errors
+    assert re.fullmatch(said, errors, 0 if code == 2 else re.DOTALL), errors
+
+
+@pytest.mark.parametrize("command", [["demo", "--dtype", "fp32"], ["doctor"]])
+def test_a_reader_that_leaves_early_is_no_error(command):
+    script = (
+        "import atexit, runpy, sys\n"
+        "def groups():\n"
+        "    dist = sys.modules.get('torch.distributed')\n"
+        "    if dist and dist.is_initialized(): sys.stderr.write('a process group is left')\n"
+        f"atexit.register(groups); sys.argv = ['packhorse', *{command!r}]\n"
+        "runpy.run_module('packhorse', run_name='__main__')"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    with python(script, stdout=write) as process:
+        os.close(write)
+        errors = process.communicate(timeout=240)[1]
+    assert process.returncode == 1, errors
+    assert errors == ""
 
 
 def test_what_is_not_installed_is_named(monkeypatch, tmp_path, capsys):
