@@ -46,13 +46,35 @@ _NAME: Final = "score_microbatch"
 
 @dataclass(frozen=True, eq=False)
 class MicrobatchScores:
-    """One entry a response token, packed in the order of the trajectories."""
+    """What ``score_microbatch`` returns: one entry a response token, trajectory after trajectory.
 
-    logprobs: PackedTensor  # [N] float32 (float64 for float64 logits), differentiable
-    entropy: PackedTensor  # [N], nats over the support; 0 where there is none
-    status: PackedTensor  # [N] uint8: SUPPORT_OK ... SAMPLED_IMPOSSIBLE, SCORED_FULL
-    counts: Tensor  # [SCORED_FULL + 1] int64 on the device: response tokens of each status
-    num_ignored: Tensor  # [] int64 on the device: candidates repeated or outside the vocabulary
+    The packed fields have the response lengths as ``lengths`` and their values on the logits'
+    device. Statuses 0 to 4 are constants of ``packhorse.kernels.support``, 5 is one of this module:
+
+        0  SUPPORT_OK          scored over its support
+        1  SUPPORT_MISSING     it has no support: an observation, or a token that was appended
+        2  SUPPORT_INVALID     its support has ids, none of them inside the vocabulary
+        3  SAMPLED_OUTSIDE     the sampled id is not in its support
+        4  SAMPLED_IMPOSSIBLE  the sampled id is in its support, and its logit is -inf
+        5  SCORED_FULL         scored over the whole vocabulary
+
+    Attributes:
+        logprobs: [N] float32 (float64 for float64 logits), differentiable; exactly 0, without a
+            gradient, where the status is 1 to 4.
+        entropy: [N], dtype as ``logprobs``, nats over the support, differentiable; exactly 0 where
+            the status is not 0.
+        status: [N] uint8, one of the above.
+        counts: [6] int64 on the logits' device: response tokens of each status; its index is the
+            status.
+        num_ignored: [] int64 on the logits' device: candidates left out of all supports, since they
+            are repeated or outside the vocabulary.
+    """
+
+    logprobs: PackedTensor
+    entropy: PackedTensor
+    status: PackedTensor
+    counts: Tensor
+    num_ignored: Tensor
 
 
 def score_microbatch(
@@ -74,7 +96,9 @@ def score_microbatch(
             in the layout's order. Not divided by the temperature.
         layout: the microbatch's layout on this rank.
         token_ids: the real tokens, prompt and response: packed, one int64 row a token, or dense
-            [B, S] with S = ``layout.batch_width``.
+            [B, S] int64 with S = ``layout.batch_width``. A dense batch is read by the layout's
+            ``first_columns``: it must be LEFT padded unless they were given to
+            ``TokenLayout.build``.
         support: [N, C] int32 or int64, one row a response token, -1 filled; None: the whole
             vocabulary. On the device of the logits, or on the CPU: then it is checked, and copied
             from pinned memory without waiting.
