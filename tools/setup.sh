@@ -89,6 +89,13 @@ install_megatron() { # VERSION [pip options]: its dependencies are there; the re
     pip_install --no-deps --ignore-requires-python --only-binary=:all: "$@" "megatron-core==$version"
 }
 
+if [ -n "${PYTHON:-}" ] && [ -z "${VIRTUAL_ENV:-}" ] && [ -x "$python" ]; then
+    asked=$("$PYTHON" --version 2>/dev/null) || asked="nothing that runs"
+    made=$("$python" --version 2>&1) || true
+    if [ "$asked" != "$made" ]; then
+        echo "setup: .venv is $made and kept, though PYTHON=$PYTHON is $asked; 'make clean' removes it"
+    fi
+fi
 if [ -x "$python" ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(key)" ]; then
     exit 0
 fi
