@@ -180,7 +180,7 @@ def _temperature(args: argparse.Namespace, capture: Capture) -> float:
     """That of the options, else of the capture's meta, else 1."""
     temperature, name = args.temperature, "--temperature"
     if temperature is None:
-        name = f"{capture.path}: temperature"
+        name = "the capture's meta: temperature"
         sampling = capture.meta.get("sampling")
         temperature = sampling.get("temperature", 1.0) if isinstance(sampling, dict) else 1.0
     # an int may be past every float, and a float too small for one over it to be finite
