@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from packhorse.kernels.rows import check_values, checks_values
+from packhorse.kernels.rows import check_values, checks_values, interval
 from packhorse.packed.sentinels import MISSING_ROW
 
 ROUTE_DTYPES = frozenset({torch.uint8, torch.int16, torch.int32})
@@ -309,18 +309,20 @@ def gather_routes(
     table, first_layer, layer_step, num_layers = _resolve_layers(layers, routes)
     if checks_values(row_ids):
         in_range = ((row_ids >= MISSING_ROW) & (row_ids < routes.shape[0])).all()
-        check_values(in_range, f"{name}: a row id is outside [-1, {routes.shape[0]})")
+        check_values(
+            in_range, f"{name}: a row id is outside {interval(MISSING_ROW, routes.shape[0])}"
+        )
         delivered = table
         if delivered is None:
             steps = torch.arange(num_layers, device=routes.device)
             delivered = first_layer + layer_step * steps
         listed = (delivered >= 0) & (delivered < routes.shape[1])
-        check_values(listed.all(), f"{name}: a layer is outside [0, {routes.shape[1]})")
+        check_values(listed.all(), f"{name}: a layer is outside {interval(0, routes.shape[1])}")
         chosen = routes.index_select(1, torch.where(listed, delivered, 0))
         if chosen.numel():  # extremes first: uint8 cannot be compared with 256
             low, high = (extreme.long() for extreme in torch.aminmax(chosen))
             known = (low >= 0) & (high < num_experts)
-            check_values(known, f"{name}: an expert is outside [0, {num_experts})")
+            check_values(known, f"{name}: an expert is outside {interval(0, num_experts)}")
     return _gather_routes_op(
         routes, row_ids, table, first_layer, layer_step, num_layers, num_experts,
         dummy == "spread", ep_size, spread_offset, dtype,

@@ -91,7 +91,7 @@ def support_logprobs_reference(
         support_ids = support_ids.new_full((num_tokens, 1), NO_CANDIDATE)
 
     # from the ids alone: members are the first of each run of equal ids, inside the vocabulary
-    ids = support_ids.sort(dim=1).values
+    ids = support_ids.contiguous().sort(dim=1).values  # one order of sums for any strides
     before = torch.cat([ids.new_full((num_tokens, 1), NO_CANDIDATE), ids[:, :-1]], dim=1)
     named = ids != NO_CANDIDATE
     member = (ids != before) & (ids >= 0) & (ids < vocab_size)
@@ -111,7 +111,8 @@ def support_logprobs_reference(
     # from here on a row without a score has no member, and each sum over it is 0
     live = member & (z != -_INF) & ok[:, None]
     row_max = torch.where(live, z, -_INF).amax(1, keepdim=True)
-    shifted = torch.where(live, z - row_max, 0.0)
+    # a spread past the dtype stays finite: its weight is 0, and 0 * -inf would be NaN
+    shifted = torch.where(live, (z - row_max).clamp(min=torch.finfo(z.dtype).min), 0.0)
     weights = torch.where(live, shifted.exp(), 0.0)
     total = torch.where(ok, weights.sum(1), 1.0)
     log_total = total.log()
@@ -292,6 +293,7 @@ def support_logprobs(
         tensor([-0.3133])
     """
     _validate("support_logprobs", logits, sampled_ids, temperature)
+    temperature = float(temperature) if isinstance(temperature, int) else temperature
     _validate_support("support_logprobs", logits, support_ids)
     check_vocab_size("support_logprobs", logits, vocab_size)
     arguments = logits, support_ids, sampled_ids, temperature, vocab_size
@@ -330,6 +332,7 @@ def full_logprobs(
         tensor([0.2500])
     """
     _validate("full_logprobs", logits, sampled_ids, temperature)
+    temperature = float(temperature) if isinstance(temperature, int) else temperature
     check_vocab_size("full_logprobs", logits, vocab_size)
     if torch.is_grad_enabled() and logits.requires_grad:
         return _FullLogprobs.apply(logits, sampled_ids, temperature, vocab_size)
@@ -352,8 +355,12 @@ def _validate(op: str, logits: Tensor, sampled_ids: Tensor, temperature: float) 
         raise ValueError(f"{op}: sampled_ids on {sampled_ids.device}, logits on {logits.device}")
     if isinstance(temperature, bool) or not isinstance(temperature, int | float):
         raise TypeError(f"{op}: temperature must be a number, got {type(temperature).__name__}")
-    if not 0.0 < temperature < _INF:
-        raise ValueError(f"{op}: temperature must be finite and > 0, got {temperature}")
+    least = torch.finfo(torch.float32).tiny
+    if not least <= temperature <= torch.finfo(torch.float32).max:
+        raise ValueError(
+            f"{op}: temperature must be finite and > 0, got {temperature} (float32 holds it from"
+            f" {least:.2g} on)"
+        )
 
 
 def _validate_support(op: str, logits: Tensor, support_ids: Tensor) -> None:

@@ -62,3 +62,20 @@ def test_right_indices_pass(device):
     )
     result = run(right, device)
     assert result.returncode == 0, result.stderr
+
+
+def test_checked_calls_still_compile_once_for_all_lengths(device):
+    code = """
+from torch._dynamo.testing import CompileCounterWithBackend
+counter = CompileCounterWithBackend("aot_eager")
+def both(x, ids, n):
+    return gather_rows(x, ids), scatter_rows(x, ids, n)
+compiled = torch.compile(both, fullgraph=True, dynamic=True, backend=counter)
+for n in range(4, 16):
+    x = torch.randn(n, 3, device=device)
+    got = compiled(x, torch.arange(n, device=device), n + 2)
+    assert torch.equal(got[0], x)
+assert counter.frame_count == 1, counter.frame_count
+"""
+    result = run(code, device)
+    assert result.returncode == 0, result.stderr

@@ -362,3 +362,33 @@ def test_rejects(changed, error, message):
 def test_rejects_support(ids, error, message):
     with pytest.raises(error, match=f"^support_logprobs: {message}"):
         support_logprobs(LOGITS, ids, SAMPLED)
+
+
+def test_strides_of_the_ids_do_not_change_a_bit(device):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(50, 64, generator=generator).to(device)
+    ids = torch.rand(50, 64, generator=generator).argsort(1)[:, :20].contiguous().to(device)
+    row_major = support_logprobs(logits, ids, ids[:, 0].contiguous())
+    column_major = support_logprobs(logits, ids.T.contiguous().T, ids[:, 0].contiguous())
+    for one, other in zip(row_major, column_major, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_spread_past_float32_stays_finite(device):
+    logits = torch.tensor([[3e38, -3e38]] * 2, device=device, requires_grad=True)
+    ids = torch.tensor([[0, 1]] * 2, device=device)
+    scores = support_logprobs(logits, ids, torch.tensor([0, 1], device=device))
+    assert scores.logprobs[0] == 0
+    assert scores.logprobs.isfinite().all()
+    assert scores.entropy.tolist() == [0, 0]
+    scores.logprobs.sum().backward()
+    assert logits.grad.isfinite().all()
+
+
+def test_a_whole_number_temperature_past_int64_is_a_number(device):
+    logits = torch.randn(2, 5, device=device)
+    scores = support_logprobs(
+        logits, torch.tensor([[0, 1]] * 2, device=device), torch.tensor([0, 1], device=device),
+        temperature=10**30,
+    )  # fmt: skip
+    torch.testing.assert_close(scores.logprobs, torch.full((2,), 0.5, device=device).log())
