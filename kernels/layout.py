@@ -206,18 +206,10 @@ def make_row_ids(
             The values of the tables are not read.
     """
     name = "make_row_ids"
-    for field, table in (("offsets", offsets), ("segments", segments)):
-        if table.dtype != torch.int32:
-            raise TypeError(f"{name}: {field} must be int32, got {table.dtype}")
-        if not table.is_contiguous():
-            raise ValueError(f"{name}: {field} must be contiguous")
-    if segments.dim() != 2 or segments.shape[0] != 3:
-        raise ValueError(f"{name}: segments must be [3, B], got {tuple(segments.shape)}")
+    check_tables(name, offsets, "segments", segments, num_rows=3)
     expected = 2 if position_major else segments.shape[1] + 1
     if offsets.dim() != 1 or offsets.shape[0] != expected:
         raise ValueError(f"{name}: offsets must be [{expected}], got {tuple(offsets.shape)}")
-    if segments.device != offsets.device:
-        raise ValueError(f"{name}: segments on {segments.device}, offsets on {offsets.device}")
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"{name}: cp_rank={cp_rank} is not in [0, cp_size={cp_size})")
     if shift not in (0, 1):
@@ -230,3 +222,16 @@ def make_row_ids(
         offsets, segments, num_ids, first_id, cp_size, cp_rank, zigzag and cp_size > 1,
         position_major, shift,
     )  # fmt: skip
+
+
+def check_tables(name: str, offsets: Tensor, field: str, table: Tensor, *, num_rows: int) -> None:
+    """``offsets`` and the [num_rows, B] ``table`` are contiguous int32 on one device."""
+    for argument, given in (("offsets", offsets), (field, table)):
+        if given.dtype != torch.int32:
+            raise TypeError(f"{name}: {argument} must be int32, got {given.dtype}")
+        if not given.is_contiguous():
+            raise ValueError(f"{name}: {argument} must be contiguous")
+    if table.dim() != 2 or table.shape[0] != num_rows:
+        raise ValueError(f"{name}: {field} must be [{num_rows}, B], got {tuple(table.shape)}")
+    if table.device != offsets.device:
+        raise ValueError(f"{name}: {field} on {table.device}, offsets on {offsets.device}")

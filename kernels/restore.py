@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from packhorse.kernels.layout import check_tables
+
 # --- reference: the specification, and what CPU tensors run ---------------------------------------
 
 
@@ -177,20 +179,12 @@ def make_restore_row_ids(
             The values of the tables are not read.
     """
     name = "make_restore_row_ids"
-    for field, table in (("offsets", offsets), ("columns", columns)):
-        if table.dtype != torch.int32:
-            raise TypeError(f"{name}: {field} must be int32, got {table.dtype}")
-        if not table.is_contiguous():
-            raise ValueError(f"{name}: {field} must be contiguous")
-    if columns.dim() != 2 or columns.shape[0] != 2:
-        raise ValueError(f"{name}: columns must be [2, B], got {tuple(columns.shape)}")
+    check_tables(name, offsets, "columns", columns, num_rows=2)
     fewest = 2 if position_major else columns.shape[1] + 1
     if offsets.dim() != 1 or offsets.shape[0] < fewest:
         raise ValueError(
             f"{name}: offsets must be [{fewest}] or longer, got {tuple(offsets.shape)}"
         )
-    if columns.device != offsets.device:
-        raise ValueError(f"{name}: columns on {columns.device}, offsets on {offsets.device}")
     if width < 0 or num_tokens < 0 or cp_size < 1:
         raise ValueError(
             f"{name}: width={width}, num_tokens={num_tokens} must be >= 0, cp_size={cp_size} >= 1"

@@ -22,8 +22,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from packhorse.kernels.rows import check_values, checks_values, interval
-from packhorse.packed.sentinels import MISSING_ROW
+from packhorse.kernels.rows import (
+    check_row_ids,
+    check_row_range,
+    check_values,
+    checks_values,
+    interval,
+)
 
 ROUTE_DTYPES = frozenset({torch.uint8, torch.int16, torch.int32})
 TOPK_ID_DTYPES = frozenset({torch.int32, torch.int64})
@@ -291,12 +296,7 @@ def gather_routes(
         raise ValueError(f"{name}: routes must be [N, L, K], got {tuple(routes.shape)}")
     if dtype not in TOPK_ID_DTYPES:
         raise TypeError(f"{name}: dtype must be int32 or int64, got {dtype}")
-    if row_ids.dtype != torch.int64:
-        raise TypeError(f"{name}: row_ids must be int64, got {row_ids.dtype}")
-    if row_ids.dim() != 1 or not row_ids.is_contiguous():
-        raise ValueError(f"{name}: row_ids must be contiguous [M], got {tuple(row_ids.shape)}")
-    if row_ids.device != routes.device:
-        raise ValueError(f"{name}: row_ids on {row_ids.device}, routes on {routes.device}")
+    check_row_ids(name, row_ids, "routes", routes)
     if dummy not in ("constant", "spread"):
         raise ValueError(f"{name}: dummy must be 'constant' or 'spread', got {dummy!r}")
     topk = routes.shape[2]
@@ -308,10 +308,7 @@ def gather_routes(
         raise ValueError(f"{name}: spread_offset must be >= 0, got {spread_offset}")
     table, first_layer, layer_step, num_layers = _resolve_layers(layers, routes)
     if checks_values(row_ids):
-        in_range = ((row_ids >= MISSING_ROW) & (row_ids < routes.shape[0])).all()
-        check_values(
-            in_range, f"{name}: a row id is outside {interval(MISSING_ROW, routes.shape[0])}"
-        )
+        check_row_range(name, row_ids, routes.shape[0])
         delivered = table
         if delivered is None:
             steps = torch.arange(num_layers, device=routes.device)

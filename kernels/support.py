@@ -292,8 +292,7 @@ def support_logprobs(
         >>> support_logprobs(logits, torch.tensor([[3, 2, -1]]), torch.tensor([3])).logprobs
         tensor([-0.3133])
     """
-    _validate("support_logprobs", logits, sampled_ids, temperature)
-    temperature = float(temperature) if isinstance(temperature, int) else temperature
+    temperature = _validate("support_logprobs", logits, sampled_ids, temperature)
     _validate_support("support_logprobs", logits, support_ids)
     check_vocab_size("support_logprobs", logits, vocab_size)
     arguments = logits, support_ids, sampled_ids, temperature, vocab_size
@@ -331,15 +330,15 @@ def full_logprobs(
         >>> full_logprobs(torch.zeros(1, 4), torch.tensor([2])).exp()
         tensor([0.2500])
     """
-    _validate("full_logprobs", logits, sampled_ids, temperature)
-    temperature = float(temperature) if isinstance(temperature, int) else temperature
+    temperature = _validate("full_logprobs", logits, sampled_ids, temperature)
     check_vocab_size("full_logprobs", logits, vocab_size)
     if torch.is_grad_enabled() and logits.requires_grad:
         return _FullLogprobs.apply(logits, sampled_ids, temperature, vocab_size)
     return full_logprobs_reference(logits, sampled_ids, temperature, vocab_size)[0]
 
 
-def _validate(op: str, logits: Tensor, sampled_ids: Tensor, temperature: float) -> None:
+def _validate(op: str, logits: Tensor, sampled_ids: Tensor, temperature: float) -> float:
+    """Check what both functions take; returns the temperature, a whole one as a float."""
     if logits.dtype not in LOGITS_DTYPES:
         raise TypeError(f"{op}: logits has unsupported dtype {logits.dtype}")
     if logits.dim() != 2 or logits.shape[1] == 0:
@@ -361,6 +360,7 @@ def _validate(op: str, logits: Tensor, sampled_ids: Tensor, temperature: float) 
             f"{op}: temperature must be finite and > 0, got {temperature} (float32 holds it from"
             f" {least:.2g} on)"
         )
+    return float(temperature) if isinstance(temperature, int) else temperature
 
 
 def _validate_support(op: str, logits: Tensor, support_ids: Tensor) -> None:

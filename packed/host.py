@@ -210,12 +210,14 @@ def repeat_counts(name: str, repeats: Any, lengths: np.ndarray) -> np.ndarray:
 
 def from_host(array: np.ndarray, device: torch.device) -> Tensor:
     """``array`` on ``device``, without waiting for it. The array belongs to the result."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+    return without_waiting(torch.from_numpy(array), device)
+
+
+def without_waiting(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``; from the host through pinned memory."""
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def offsets_on(device: torch.device, bounds: np.ndarray) -> Tensor:

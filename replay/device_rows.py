@@ -12,7 +12,7 @@ from torch import Tensor
 
 from packhorse._env import CHECK_VALUES
 from packhorse.kernels.routes import gather_routes
-from packhorse.replay.microbatch import ReplayMicrobatch, resolved
+from packhorse.replay.microbatch import ReplayMicrobatch
 from packhorse.replay.routers import spread_offset
 
 
@@ -75,7 +75,7 @@ class MicrobatchRows:
         routes = self.microbatch.routes
         assert routes is not None
         values, layers = routes.values, _as_range(positions)
-        device = resolved(self.microbatch.layout.device)
+        device = self.microbatch.layout.device
         if values.device != device:
             values, layers = _copy_layers(values, layers, device)
         spread = self.microbatch.dummy == "spread"

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from packhorse.kernels.routes import ROUTE_DTYPES
@@ -182,16 +181,6 @@ class ReplayMicrobatch:
         return int(beyond[-1]) - captured if beyond.size else 0
 
 
-def resolved(device: torch.device) -> torch.device:
-    """ "cuda" as the device it stands for."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-# --- checks ---------------------------------------------------------------------------------------
-
-
 def _check_routes(layout: TokenLayout, routes: PackedTensor) -> None:
     if not isinstance(routes, PackedTensor):
         raise TypeError(
@@ -205,7 +194,7 @@ def _check_routes(layout: TokenLayout, routes: PackedTensor) -> None:
         raise ValueError(
             f"{_NAME}: routes of {len(routes)} trajectories for a layout of {layout.num_sequences}"
         )
-    if routes.device.type != "cpu" and routes.device != resolved(layout.device):
+    if routes.device.type != "cpu" and routes.device != layout.device:
         raise ValueError(
             f"{_NAME}: routes on {routes.device}, layout on {layout.device}; they must be on the"
             " layout's device or on the CPU"

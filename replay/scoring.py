@@ -31,6 +31,7 @@ from packhorse.kernels.support import (
     full_logprobs,
     support_logprobs,
 )
+from packhorse.packed.host import from_host, without_waiting
 from packhorse.packed.sentinels import MISSING_ROW, NO_CANDIDATE
 from packhorse.packed.tensor import PackedTensor
 from packhorse.replay.host import HostInts, host_ints, host_masks
@@ -145,7 +146,7 @@ def score_microbatch(
         status = torch.full_like(row_ids, SCORED_FULL, dtype=torch.uint8)
         num_ignored = torch.zeros_like(row_ids)
     else:
-        rows = _on_device(support.values, logits.device)
+        rows = without_waiting(support.values, logits.device)
         candidates = gather_rows(rows, row_ids, fill=NO_CANDIDATE)
         scores = support_logprobs(
             logits, candidates, sampled_ids, temperature=temperature, vocab_size=vocab_size
@@ -231,15 +232,7 @@ def _response_cells(layout: TokenLayout, responses: Sequence[int]) -> Tensor:
         i * width + column + length - response - 1 + np.arange(response)
         for i, (column, length, response) in enumerate(places)
     ]
-    cells = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *runs]))
-    return _on_device(cells, layout.device)
-
-
-def _on_device(values: Tensor, device: torch.device) -> Tensor:
-    """``values`` there; from the host without waiting, through pinned memory."""
-    if values.device.type == "cpu" and device.type == "cuda":
-        values = values.pin_memory()
-    return values.to(device, non_blocking=True)
+    return from_host(np.concatenate([np.empty(0, np.int64), *runs]), layout.device)
 
 
 # --- checks, on host data -------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from packhorse.replay import routers as _routers
 from packhorse.replay.device_rows import MicrobatchRows
 from packhorse.replay.expert_bias import install_expert_bias_shim
 from packhorse.replay.layout import TokenLayout
-from packhorse.replay.microbatch import ReplayMicrobatch, resolved
+from packhorse.replay.microbatch import ReplayMicrobatch
 from packhorse.replay.routers import CapturedLayers, LocatedRouter
 from packhorse.replay.targets import OpenMicrobatch, RouterTargets
 
@@ -98,7 +98,7 @@ class _Chunk:
     config: Any
     routers: list[LocatedRouter]  # of the decoder, in layer order
     positions: tuple[int, ...]  # of each on the captured layer axis
-    mtp_routers: list[LocatedRouter]
+    biased_mtp_routers: list[LocatedRouter]  # run live; their counters need the mask
     axis_length: int  # L that the captured axis must have
     num_experts: int
     topk: int
@@ -247,7 +247,11 @@ class ReplaySession:
                     config=config,
                     routers=decoder,
                     positions=places,
-                    mtp_routers=[router for router in found if router.is_mtp],
+                    biased_mtp_routers=[
+                        router
+                        for router in found
+                        if router.is_mtp and router.module.enable_expert_bias
+                    ],
                     axis_length=_routers.captured_axis_length(
                         module, config, self._captured_layers
                     ),
@@ -316,7 +320,7 @@ def _check_microbatches(chunks: list[_Chunk], microbatches: list[ReplayMicrobatc
 
 
 def _check_device(name: str, i: int, microbatch: ReplayMicrobatch, router: LocatedRouter) -> None:
-    device, wanted = router.module.weight.device, resolved(microbatch.layout.device)
+    device, wanted = router.module.weight.device, microbatch.layout.device
     moves = device.type == "cpu" and wanted.type == "cuda"  # in the router's first forward
     if device != wanted and not moves:
         raise ValueError(
@@ -356,13 +360,7 @@ class _Schedule:
         self._mtp: list[list[RouterTargets]] = []
         for chunk in chunks:
             self._targets.append([_make_targets(chunk, router) for router in chunk.routers])
-            self._mtp.append(
-                [
-                    _make_targets(chunk, router)
-                    for router in chunk.mtp_routers
-                    if router.module.enable_expert_bias
-                ]
-            )
+            self._mtp.append([_make_targets(chunk, router) for router in chunk.biased_mtp_routers])
 
     # --- on and off the routers -------------------------------------------------------------------
 
@@ -371,8 +369,7 @@ class _Schedule:
         placed: list[tuple[Any, RouterTargets]] = []
         for chunk, targets, mtp in zip(self._chunks, self._targets, self._mtp, strict=True):
             placed += zip((router.module for router in chunk.routers), targets, strict=True)
-            biased = [r.module for r in chunk.mtp_routers if r.module.enable_expert_bias]
-            placed += zip(biased, mtp, strict=True)
+            placed += zip((r.module for r in chunk.biased_mtp_routers), mtp, strict=True)
         for module, target in placed:
             if isinstance(module.router_replay, RouterTargets):
                 raise ValueError(
@@ -445,10 +442,8 @@ class _Schedule:
         for j, target in enumerate(targets):
             topk_ids = ids[j] if ids is not None else None
             target.open(opened(topk_ids, rows.live_rows, (rows.padding_mask,)))
-        if mtp:
-            biased = [r for r in chunk.mtp_routers if r.module.enable_expert_bias]
-            for router, target in zip(biased, mtp, strict=True):
-                target.open(opened(None, None, rows.mtp_masks(_mtp_depths(router))))
+        for router, target in zip(chunk.biased_mtp_routers, mtp, strict=True):
+            target.open(opened(None, None, rows.mtp_masks(_mtp_depths(router))))
         self._begun[chunk.index] += 1
         if min(self._begun) > index:
             self._rows.pop(index, None)
