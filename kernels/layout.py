@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from packhorse.kernels.launch import Launcher, kernel_name
+
 # --- reference: the specification, and what CPU tensors run ---------------------------------------
 
 
@@ -73,8 +75,12 @@ def position_in_sequence(local, local_length, cp_size, cp_rank, ZIGZAG: tl.const
 
 
 @triton.jit(
-    do_not_specialize=["num_ids", "first_id", "num_sequences", "num_steps", "cp_size", "cp_rank"]
-)
+    repr=kernel_name("make_row_ids", "ZIGZAG", "POSITION_MAJOR"),
+    do_not_specialize=[
+        "num_ids", "first_id", "num_sequences", "num_steps", "cp_size", "cp_rank", "shift",
+    ],
+    do_not_specialize_on_alignment=["offsets_ptr", "segments_ptr"],
+)  # fmt: skip
 def _make_row_ids_kernel(
     offsets_ptr,  # [B + 1] int32; with POSITION_MAJOR [2]: 0, tokens of a sequence on this rank
     segments_ptr,  # [3, B] int32: bases, counts, starts
@@ -120,6 +126,8 @@ def _make_row_ids_kernel(
     tl.store(row_ids_ptr + ids, tl.where(found, base + row, -1).to(tl.int64), mask=in_bounds)
 
 
+_launch_make_row_ids = Launcher(_make_row_ids_kernel)
+
 _BLOCK_M = 512
 
 
@@ -138,12 +146,14 @@ def _row_ids_cuda(
     num_sequences = segments.shape[1]
     if num_ids == 0:
         return out
-    with torch.cuda.device_of(offsets):
-        _make_row_ids_kernel[((num_ids + _BLOCK_M - 1) // _BLOCK_M,)](
+    _launch_make_row_ids(
+        ((num_ids + _BLOCK_M - 1) // _BLOCK_M,),
+        (
             offsets, segments, out, num_ids, first_id, num_sequences,
             (num_sequences - 1).bit_length(), cp_size, cp_rank, shift,
-            ZIGZAG=zigzag, POSITION_MAJOR=position_major, BLOCK_M=_BLOCK_M,
-        )  # fmt: skip
+        ),
+        (zigzag, position_major, _BLOCK_M),
+    )  # fmt: skip
     return out
 
 

@@ -13,6 +13,7 @@ Sizes: N packed rows, L captured layers, J layers of this rank, M row ids, K exp
 E experts.
 """
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Literal
@@ -22,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from packhorse.kernels.launch import Launcher, kernel_name
 from packhorse.kernels.rows import (
     check_row_ids,
     check_row_range,
@@ -71,26 +73,39 @@ def gather_routes_reference(
 # --- Triton ---------------------------------------------------------------------------------------
 
 
+@triton.jit
+def dealt_expert(assignment, num_experts, ep_size):
+    """Expert of a dummy assignment in [0, 2 E): one expert-parallel rank after another."""
+    per_rank = num_experts // ep_size
+    return (assignment % ep_size) * per_rank + (assignment // ep_size) % per_rank
+
+
 @triton.jit(
-    do_not_specialize=["num_ids", "first_layer", "layer_step", "spread_offset", "num_experts"]
-)
+    repr=kernel_name("gather_routes", "routes_ptr", "topk_ids_ptr", "TOPK", "PACKED_ROW"),
+    do_not_specialize=[
+        "num_ids", "first_layer", "layer_step", "num_layers", "stride_routes_row",
+        "stride_routes_layer", "num_experts", "ep_size", "spread_offset",
+    ],
+    do_not_specialize_on_alignment=["layers_ptr", "row_ids_ptr", "missing_ptr"],
+)  # fmt: skip
 def _gather_routes_kernel(
     routes_ptr,  # [N, L, K] uint8 | int16 | int32, unit stride along K
     row_ids_ptr,  # [M] int64
     layers_ptr,  # [J] int32, or None: first_layer + layer_step * j
-    ordinals_ptr,  # [M] int64 missing rows before each slot, or None: constant dummies
+    missing_ptr,  # [M] int64 missing rows up to and with each slot, or None: constant dummies
     topk_ids_ptr,  # [J, M, K] int32 | int64
     mask_ptr,  # [M] uint8
     num_ids,  # M
-    first_layer,
+    first_layer,  # PACKED_ROW: first_layer * K, in units
     layer_step,
     num_layers,  # J
-    stride_routes_row,  # elements; with PACKED_ROW in units of K, so that 16 bytes stay aligned
+    stride_routes_row,  # both in units of UNIT elements
     stride_routes_layer,
     num_experts,  # E
     ep_size,
     spread_offset,
     TOPK: tl.constexpr,  # K
+    UNIT: tl.constexpr,  # elements that stand aligned together, 16 bytes where the routes allow
     PACKED_ROW: tl.constexpr,  # layers stand one after another in a row, K is a power of 2
     EVEN_LAYERS: tl.constexpr,  # BLOCK_L divides J
     BLOCK_M: tl.constexpr,
@@ -109,9 +124,8 @@ def _gather_routes_kernel(
     if PACKED_ROW:
         # a row's layers are one run of BLOCK_L * K elements: wide loads, then one transpose
         cols = tl.arange(0, BLOCK_L * BLOCK_K)
-        src = rows[:, None] * stride_routes_row * BLOCK_K + (
-            (first_layer + layer_begin) * BLOCK_K + cols
-        ).to(tl.int64)[None, :]  # fmt: skip
+        run_begin = first_layer.to(tl.int64) * UNIT + layer_begin * BLOCK_K
+        src = (rows * stride_routes_row)[:, None] * UNIT + (run_begin + cols)[None, :]
         wanted = present[:, None]
         if not EVEN_LAYERS:
             wanted = wanted & (layer_begin * BLOCK_K + cols < num_layers * BLOCK_K)[None, :]
@@ -126,38 +140,36 @@ def _gather_routes_kernel(
         else:
             captured = tl.load(layers_ptr + layer, mask=layer < num_layers, other=0)
         src = (
-            rows[None, :, None] * stride_routes_row
-            + captured.to(tl.int64)[:, None, None] * stride_routes_layer
-            + k[None, None, :]
-        )
-        wanted = (
-            present[None, :, None] & (layer < num_layers)[:, None, None] & (k < TOPK)[None, None, :]
-        )
+            (rows * stride_routes_row)[None, :, None]
+            + (captured.to(tl.int64) * stride_routes_layer)[:, None, None]
+        ) * UNIT + k[None, None, :]
+        wanted = present[None, :, None] & (layer < num_layers)[:, None, None]
+        if BLOCK_K != TOPK:
+            wanted = wanted & (k < TOPK)[None, None, :]
         values = tl.load(routes_ptr + src, mask=wanted, other=0)
 
     values = values.to(topk_ids_ptr.dtype.element_ty)
     k = tl.arange(0, BLOCK_K)
-    if ordinals_ptr is None:
+    if missing_ptr is None:
         dummies = tl.broadcast_to(k[None, :], [BLOCK_M, BLOCK_K])
     else:
-        ordinals = tl.load(ordinals_ptr + slots, mask=slot_mask, other=0)
-        assignment = ordinals[:, None] * TOPK + k[None, :] + spread_offset
-        per_rank = num_experts // ep_size
-        dummies = (assignment % ep_size) * per_rank + (assignment // ep_size) % per_rank
+        ordinals = tl.load(missing_ptr + slots, mask=slot_mask, other=1) - 1
+        # the walk has period E, and K <= E; a slot with a row may hold -1 here
+        begins = (ordinals * TOPK + spread_offset) % num_experts
+        dummies = dealt_expert(begins.to(tl.int32)[:, None] + k[None, :], num_experts, ep_size)
     dummies = dummies.to(values.dtype)
     values = tl.where(present[None, :, None], values, dummies[None, :, :])
 
+    layer = layer_begin + tl.arange(0, BLOCK_L)
     if BLOCK_K == TOPK:
         # one layer's tokens are one run of BLOCK_M * K elements
         values = tl.reshape(values, [BLOCK_L, BLOCK_M * BLOCK_K])
-        layer = layer_begin + tl.arange(0, BLOCK_L)
         cols = tl.arange(0, BLOCK_M * BLOCK_K)
         left = (num_ids - slot_begin) * BLOCK_K
         dst = (layer.to(tl.int64) * num_ids + slot_begin)[:, None] * BLOCK_K + cols[None, :]
         stored = (layer < num_layers)[:, None] & (cols < left)[None, :]
         tl.store(topk_ids_ptr + dst, values, mask=stored)
     else:
-        layer = layer_begin + tl.arange(0, BLOCK_L)
         dst = (layer.to(tl.int64)[:, None] * num_ids + slots[None, :])[:, :, None] * TOPK + k[
             None, None, :
         ]
@@ -167,6 +179,14 @@ def _gather_routes_kernel(
             & (k < TOPK)[None, None, :]
         )
         tl.store(topk_ids_ptr + dst, values, mask=stored)
+
+
+_launch_gather_routes = Launcher(_gather_routes_kernel)
+
+_UNIT_BYTES = 16
+_RUN = 128  # elements of a row that one program reads
+_TILE = 4096
+_STRIDED_TILE = 2048  # strided reads hold an int64 address an element
 
 
 def _gather_routes_cuda(
@@ -191,30 +211,33 @@ def _gather_routes_cuda(
         return out, mask.view(torch.bool)
     if num_layers == 0 or topk == 0:
         return out, row_ids < 0
-    ordinals = None
-    if spread:
-        missing = (row_ids < 0).long()
-        ordinals = missing.cumsum(0) - missing
+    missing = (row_ids < 0).cumsum(0) if spread else None
+    stride_row, stride_layer, _ = routes.stride()
     block_k = 1 << (topk - 1).bit_length()
     packed_row = (
         layers is None
         and layer_step == 1
         and block_k == topk
-        and routes.stride(1) == topk
-        and routes.stride(0) % topk == 0
+        and stride_layer == topk
+        and stride_row % topk == 0
     )
-    stride_row = routes.stride(0) // topk if packed_row else routes.stride(0)
-    block_l = max(1, min(128 // block_k, 1 << (num_layers - 1).bit_length()))
-    tile = 4096 if packed_row else 2048  # strided reads hold an int64 address an element
-    block_m = max(16, tile // (block_l * block_k))
-    grid = ((num_ids + block_m - 1) // block_m, (num_layers + block_l - 1) // block_l)
-    with torch.cuda.device_of(routes):
-        _gather_routes_kernel[grid](
-            routes, row_ids, layers, ordinals, out, mask, num_ids, first_layer, layer_step,
-            num_layers, stride_row, routes.stride(1), num_experts, ep_size, spread_offset,
-            TOPK=topk, PACKED_ROW=packed_row, EVEN_LAYERS=num_layers % block_l == 0,
-            BLOCK_M=block_m, BLOCK_L=block_l, BLOCK_K=block_k,
-        )  # fmt: skip
+    most = _UNIT_BYTES // routes.itemsize
+    if packed_row:
+        unit = math.gcd(most, stride_row, first_layer * topk)
+        first_layer = first_layer * topk // unit
+    else:
+        unit = math.gcd(most, stride_row, stride_layer)
+    block_l = max(1, min(_RUN // block_k, 1 << (num_layers - 1).bit_length()))
+    block_m = max(16, (_TILE if packed_row else _STRIDED_TILE) // (block_l * block_k))
+    _launch_gather_routes(
+        ((num_ids + block_m - 1) // block_m, (num_layers + block_l - 1) // block_l),
+        (
+            routes, row_ids, layers, missing, out, mask, num_ids, first_layer, layer_step,
+            num_layers, stride_row // unit, stride_layer // unit, num_experts, ep_size,
+            spread_offset,
+        ),
+        (topk, unit, packed_row, num_layers % block_l == 0, block_m, block_l, block_k),
+    )  # fmt: skip
     return out, mask.view(torch.bool)
 
 
@@ -297,15 +320,8 @@ def gather_routes(
     if dtype not in TOPK_ID_DTYPES:
         raise TypeError(f"{name}: dtype must be int32 or int64, got {dtype}")
     check_row_ids(name, row_ids, "routes", routes)
-    if dummy not in ("constant", "spread"):
-        raise ValueError(f"{name}: dummy must be 'constant' or 'spread', got {dummy!r}")
     topk = routes.shape[2]
-    if topk > num_experts:
-        raise ValueError(f"{name}: routes name {topk} experts a token, num_experts={num_experts}")
-    if dummy == "spread" and (ep_size < 1 or num_experts % ep_size):
-        raise ValueError(f"{name}: ep_size={ep_size} does not divide num_experts={num_experts}")
-    if spread_offset < 0:
-        raise ValueError(f"{name}: spread_offset must be >= 0, got {spread_offset}")
+    check_dummy(name, dummy, topk, num_experts, ep_size, spread_offset)
     table, first_layer, layer_step, num_layers = _resolve_layers(layers, routes)
     if checks_values(row_ids):
         check_row_range(name, row_ids, routes.shape[0])
@@ -324,6 +340,19 @@ def gather_routes(
         routes, row_ids, table, first_layer, layer_step, num_layers, num_experts,
         dummy == "spread", ep_size, spread_offset, dtype,
     )  # fmt: skip
+
+
+def check_dummy(
+    name: str, dummy: str, topk: int, num_experts: int, ep_size: int, spread_offset: int
+) -> None:
+    if dummy not in ("constant", "spread"):
+        raise ValueError(f"{name}: dummy must be 'constant' or 'spread', got {dummy!r}")
+    if topk > num_experts:
+        raise ValueError(f"{name}: routes name {topk} experts a token, num_experts={num_experts}")
+    if dummy == "spread" and (ep_size < 1 or num_experts % ep_size):
+        raise ValueError(f"{name}: ep_size={ep_size} does not divide num_experts={num_experts}")
+    if spread_offset < 0:
+        raise ValueError(f"{name}: spread_offset must be >= 0, got {spread_offset}")
 
 
 def _resolve_layers(
