@@ -76,6 +76,7 @@ _PARTS: Final = (
 _OTHER_SWITCHES: Final = {
     "TRITON_INTERPRET": "1: kernels run in Triton's interpreter, slowly",
     "CUDA_VISIBLE_DEVICES": "which GPUs this process sees",
+    "NVTX_INJECTION64_PATH": "a profiler's library: public calls are NVTX ranges",
 }
 
 

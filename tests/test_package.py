@@ -23,9 +23,9 @@ FACADE = sorted((ROOT / "packhorse").glob("*.py"))
 
 #: what each part may import of ours, beside itself
 ALLOWED = {
-    "kernels": {"packhorse._env", "packhorse.packed.sentinels"},
-    "packed": {"packhorse._env", "packhorse.kernels"},
-    "replay": {"packhorse._env", "packhorse.kernels", "packhorse.packed"},
+    "kernels": {"packhorse._env", "packhorse._nvtx", "packhorse.packed.sentinels"},
+    "packed": {"packhorse._env", "packhorse._nvtx", "packhorse.kernels"},
+    "replay": {"packhorse._env", "packhorse._nvtx", "packhorse.kernels", "packhorse.packed"},
 }
 #: which modules import a heavy or optional package; each does so inside a function
 OPTIONAL = {
@@ -37,7 +37,7 @@ OPTIONAL = {
     "ray": {"packed/transport.py"},
     "safetensors": {"replay/checkpoint.py"},
     "matplotlib": {"replay/demo_plot.py"},
-    "nvtx": set(),
+    "nvtx": {"packhorse/_nvtx.py"},
 }  # fmt: skip
 READS_SWITCH = re.compile(r"(?:environ|getenv).{0,9}[\"'](PACKHORSE_\w+)")
 
