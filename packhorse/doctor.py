@@ -69,7 +69,7 @@ _PARTS: Final = (
         "the demo's --plot",
         "pip install matplotlib",
     ),
-    _Part("nvtx", "nvtx", ("nvtx",), "ranges in a profiler", "pip install nvtx"),
+    _Part("nvtx", "nvtx", ("nvtx",), "ranges in a profiler", "pip install nvtx", try_import=True),
 )
 
 # of others' switches, those that change what packhorse does
