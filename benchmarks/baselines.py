@@ -5,6 +5,7 @@ trajectory (never a token), slice copies for the two context-parallel halves of 
 tensor-parallel slice, one permute + contiguous + cast. The dtype of the dummy row is that of the
 output until the cast: int64 where it is ``torch.arange(K)``, as frameworks hold expert ids; the
 routes' own narrow dtype is the best that plain torch does. Row ids: the same with ``arange``.
+Dense batches: one slice copy a trajectory. Where row ids exist already, whole-tensor operations.
 Everything that depends only on the lengths is computed before the clock starts.
 """
 
@@ -17,6 +18,9 @@ from torch import Tensor
 
 def offsets_of(lengths: Sequence[int]) -> list[int]:
     return [0, *itertools.accumulate(lengths)]
+
+
+# --- from host lengths: one slice copy a trajectory -----------------------------------------------
 
 
 def shard_sequences(full: Tensor, padded: Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
@@ -76,3 +80,76 @@ def row_ids_loop(
     for i, begin in enumerate(offsets_of(padded)[:-1]):
         ids[begin : begin + captured[i]] = torch.arange(rows[i], rows[i + 1], device=device)
     return ids if cp_size == 1 else shard_sequences(ids, padded, cp_size, cp_rank)
+
+
+def align_loop(
+    dense: Tensor, first_columns: Sequence[int], lengths: Sequence[int], fill: float
+) -> Tensor:
+    """[B, S, ...] to [T, ...], sequences back to back, one slice copy a trajectory."""
+    out = dense.new_full((sum(lengths), *dense.shape[2:]), fill)
+    for i, begin in enumerate(offsets_of(lengths)[:-1]):
+        column = first_columns[i]
+        out[begin : begin + lengths[i]] = dense[i, column : column + lengths[i]]
+    return out
+
+
+def restore_loop(
+    values: Tensor, first_columns: Sequence[int], lengths: Sequence[int], width: int, fill: float
+) -> Tensor:
+    """[T, ...] to [B, width, ...], the last position of each sequence left out."""
+    out = values.new_full((len(lengths), width, *values.shape[1:]), fill)
+    for i, begin in enumerate(offsets_of(lengths)[:-1]):
+        kept = max(lengths[i] - 1, 0)
+        out[i, first_columns[i] : first_columns[i] + kept] = values[begin : begin + kept]
+    return out
+
+
+# --- from row ids on the device: whole-tensor operations ------------------------------------------
+
+
+def rows_by_id(rows: Tensor, row_ids: Tensor, fill: int) -> Tensor:
+    """``gather_rows``: every row read, then the missing ones filled."""
+    missing = (row_ids < 0).view(-1, *[1] * (rows.dim() - 1))
+    return torch.where(missing, fill, rows.index_select(0, row_ids.clamp(min=0)))
+
+
+def rows_to_ids(rows: Tensor, row_ids: Tensor, num_rows: int, fill: int) -> Tensor:
+    """``scatter_rows``: missing rows are written to one row more, which is cut off."""
+    out = rows.new_full((num_rows + 1, *rows.shape[1:]), fill)
+    return out.index_copy_(0, torch.where(row_ids < 0, num_rows, row_ids), rows)[:num_rows]
+
+
+def routes_by_id(
+    routes: Tensor, row_ids: Tensor, layers: Tensor, dummies: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """``gather_routes``: [J, M, K] of ``dtype`` and the mask; ``dummies`` [K] or [M, K]."""
+    missing = row_ids < 0
+    chosen = routes.index_select(1, layers).index_select(0, row_ids.clamp(min=0))
+    dummies = dummies.to(routes.dtype)
+    if dummies.dim() == 2:
+        dummies = dummies[:, None]
+    filled = torch.where(missing[:, None, None], dummies, chosen)
+    return filled.permute(1, 0, 2).contiguous().to(dtype), missing
+
+
+def ragged_by_id(
+    values: Tensor, row_offsets: Tensor, row_ids: Tensor, width: int, fill: int
+) -> Tensor:
+    """[M, width] of CSR rows: the columns of each row that exist, then ``fill``."""
+    rows = row_ids.clamp(min=0)
+    begin = row_offsets.index_select(0, rows).long()
+    counts = row_offsets.index_select(0, rows + 1).long() - begin
+    counts = torch.where(row_ids < 0, 0, counts)
+    columns = torch.arange(width, device=values.device)
+    present = columns < counts[:, None]
+    return torch.where(present, values[torch.where(present, begin[:, None] + columns, 0)], fill)
+
+
+def spread_experts(
+    missing: Tensor, topk: int, num_experts: int, ep_size: int, offset: int = 0
+) -> Tensor:
+    """[M, K] experts of the missing rows, dealt over the expert-parallel ranks in turn."""
+    ordinal = missing.cumsum(0) - missing.long()
+    walk = ordinal[:, None] * topk + torch.arange(topk, device=missing.device) + offset
+    per_rank = num_experts // ep_size
+    return (walk % ep_size) * per_rank + (walk // ep_size) % per_rank
