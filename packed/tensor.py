@@ -73,13 +73,12 @@ class PackedTensor:
         (tensor([10, 11]), tensor([20, 10, 11]))
     """
 
-    __slots__ = ("__weakref__", "_bounds", "_cu_seqlens", "_lengths", "_offsets", "_values")
+    __slots__ = ("__weakref__", "_bounds", "_cu_seqlens", "_lengths", "_values")
 
     _values: Tensor
     _cu_seqlens: Tensor
     _bounds: np.ndarray  # [B + 1] int64, the offsets on the host
     _lengths: tuple[int, ...] | None  # made on first use
-    _offsets: tuple[int, ...] | None
 
     def __init__(
         self, values: Tensor, cu_seqlens: Tensor, *, lengths: Sequence[int] | None = None
@@ -194,7 +193,7 @@ class PackedTensor:
 
     def _set(self, values: Tensor, cu_seqlens: Tensor, bounds: np.ndarray) -> None:
         self._values, self._cu_seqlens, self._bounds = values, cu_seqlens, bounds
-        self._lengths = self._offsets = None
+        self._lengths = None
 
     # --- what it is -------------------------------------------------------------------------------
 
@@ -216,11 +215,14 @@ class PackedTensor:
         return self._lengths
 
     @property
+    def bounds(self) -> np.ndarray:
+        """``offsets`` as the int64 array [B + 1] that the tensor holds; not to be written to."""
+        return self._bounds
+
+    @property
     def offsets(self) -> tuple[int, ...]:
         """``cu_seqlens`` on the host: B + 1 integers."""
-        if self._offsets is None:
-            self._offsets = tuple(self._bounds.tolist())
-        return self._offsets
+        return tuple(self._bounds.tolist())
 
     @property
     def max_seqlen(self) -> int:
@@ -233,7 +235,6 @@ class PackedTensor:
 
     @property
     def num_rows(self) -> int:
-        """N."""
         return self._values.shape[0]
 
     @property

@@ -32,7 +32,9 @@ def align_dense(layout: "TokenLayout", dense: Tensor, fill: float, next_token: b
     if batch * width > INT32_MAX:
         raise ValueError(f"{name}: {batch} x {width} cells exceed int32")
     bases = [i * width + column for i, column in enumerate(layout.first_columns)]
-    row_ids = layout._make(bases, layout.lengths, [0] * batch, next_token=next_token)
+    row_ids = layout._make(
+        layout._stacked((bases, layout.lengths, ()), layout._padded.size), next_token=next_token
+    )
     return gather_rows(dense.flatten(0, 1), row_ids, fill=whole)
 
 

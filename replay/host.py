@@ -2,11 +2,14 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+
+#: No layout is so large, and sums of such integers stay within int64.
+_LARGEST = 2**40
 
 #: One integer a trajectory, on the host.
 HostInts: TypeAlias = Sequence[int] | np.ndarray | Tensor
@@ -17,7 +20,12 @@ def is_int(value: object) -> bool:
 
 
 def host_ints(name: str, field: str, values: object) -> tuple[int, ...]:
-    """``values`` as a tuple of Python integers >= 0, without reading a device."""
+    """``host_array`` as a tuple of Python integers."""
+    return tuple(host_array(name, field, values).tolist())
+
+
+def host_array(name: str, field: str, values: object) -> np.ndarray:
+    """``values`` as an int64 array [B] of its own, each in [0, 2**40], without reading a device."""
     if isinstance(values, Tensor):
         if values.device.type != "cpu":
             raise TypeError(f"{name}: {field} must be host integers, got a tensor on a device")
@@ -28,20 +36,25 @@ def host_ints(name: str, field: str, values: object) -> tuple[int, ...]:
                 f"{name}: {field} must be one-dimensional integers, got {values.dtype}"
                 f" {list(values.shape)}"
             )
-        values = values.tolist()
-    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+    elif isinstance(values, str | bytes) or not isinstance(values, Sequence):
         raise TypeError(f"{name}: {field} must be a sequence of host integers, got {values!r}")
-    if not set(map(type, values)) <= {int}:  # bool is not int here
+    elif not set(map(type, values)) <= {int}:  # bool is not int here
         for i, value in enumerate(values):
             if not is_int(value):
                 raise TypeError(
                     f"{name}: {field} of trajectory {i} must be a host integer, got {value!r}"
                 )
-        values = [int(value) for value in values]
-    if min(values, default=0) < 0:
-        i = next(i for i, value in enumerate(values) if value < 0)
-        raise ValueError(f"{name}: {field} of trajectory {i} must be >= 0, got {values[i]}")
-    return tuple(values)
+    given = cast(Sequence[int], values)
+    try:
+        array = np.array(given, dtype=np.int64)  # 64-bit unsigned wrap to negative
+    except OverflowError:  # a Python integer past int64
+        array = np.array([min(max(value, -1), _LARGEST + 1) for value in given], np.int64)
+    outside = (array < 0) | (array > _LARGEST)
+    if outside.any():
+        i = int(outside.argmax())
+        bound = ">= 0" if given[i] < 0 else f"at most {_LARGEST}"
+        raise ValueError(f"{name}: {field} of trajectory {i} must be {bound}, got {given[i]}")
+    return array
 
 
 def host_masks(
@@ -107,16 +120,19 @@ def offsets_of(lengths: Sequence[int]) -> tuple[int, ...]:
     return tuple(itertools.accumulate(lengths, initial=0))
 
 
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def host_table(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor:
-    """[len(rows), width] int32 on ``device`` by one asynchronous copy; short rows end in zeros."""
-    flat: list[int] = []
-    for row in rows:
-        flat += row
-        flat += [0] * (width - len(row))
-    table = torch.empty((len(rows), width), dtype=torch.int32, pin_memory=device.type == "cuda")
-    table.numpy().reshape(-1)[:] = flat
-    return table.to(device, non_blocking=True)
+def host_tables(
+    tables: Sequence[np.ndarray], device: torch.device, *, only_stage: bool = False
+) -> tuple[Tensor, ...]:
+    """Each of ``tables`` as int32 on ``device``, by one asynchronous copy of all of them; with
+    ``only_stage`` still on the host, in memory that such a copy may read."""
+    sizes = [table.size for table in tables]
+    staged = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    flat, begin = staged.numpy(), 0
+    for table, size in zip(tables, sizes, strict=True):
+        flat[begin : begin + size] = table.reshape(-1)
+        begin += size
+    placed = staged if only_stage else staged.to(device, non_blocking=True)
+    if len(tables) == 1:
+        return (placed.view(tables[0].shape),)
+    parts = placed.split(sizes)
+    return tuple(part.view(table.shape) for part, table in zip(parts, tables, strict=True))

@@ -14,23 +14,42 @@ scatter, and ``MoELayer``'s flattening.
 """
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, cast
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from packhorse.kernels.layout import row_ids_op
+from packhorse.kernels.routes import Dummy, gather_routes
 from packhorse.packed.host import INT32_MAX
+from packhorse.packed.tensor import PackedTensor
 from packhorse.replay import align as _align
-from packhorse.replay.host import HostInts, host_ints, host_table, is_int, offsets_of, round_up
+from packhorse.replay.host import HostInts, host_array, host_tables, is_int, offsets_of
+from packhorse.replay.layout_checks import (
+    Fp8,
+    check_fp8,
+    check_padded,
+    check_slice,
+    place_columns,
+)
 
-Fp8: TypeAlias = bool | Literal["delayed", "tensorwise", "mxfp8", "blockwise"]
 
-_FP8_RECIPES = ("delayed", "tensorwise", "mxfp8", "blockwise")
+class RankRoutes(NamedTuple):
+    """Routes of one rank's tokens, as its routers take them.
+
+    Attributes:
+        topk_ids: [J, M, K] int32 or int64, one layer after another.
+        padding_mask: [M] bool, True where the token has no captured row.
+        row_ids: [M] int64 rows of the packed routes, -1: none.
+    """
+
+    topk_ids: Tensor
+    padding_mask: Tensor
+    row_ids: Tensor
 
 
 def sequence_alignment(tp_size: int = 1, cp_size: int = 1, fp8: Fp8 = False) -> int:
@@ -41,7 +60,7 @@ def sequence_alignment(tp_size: int = 1, cp_size: int = 1, fp8: Fp8 = False) -> 
     128 * TP * CP or, without TP, 16 * CP ("blockwise").
     """
     name = "sequence_alignment"
-    _check_fp8(name, fp8)
+    check_fp8(name, fp8)
     for kind, size in (("tp", tp_size), ("cp", cp_size)):
         if not is_int(size):
             raise TypeError(f"{name}: {kind}_size must be an integer, got {size!r}")
@@ -74,9 +93,6 @@ class TokenLayout:
     """
 
     format: Literal["thd", "bshd"]
-    lengths: tuple[int, ...]
-    padded_lengths: tuple[int, ...]
-    first_columns: tuple[int, ...]
     batch_width: int
     tp_size: int
     tp_rank: int
@@ -87,7 +103,9 @@ class TokenLayout:
     device: torch.device
     cp_group: Any
     num_tokens: int
-    _offsets: Tensor  # int32 on device: make_row_ids' offsets
+    _lengths: np.ndarray  # [B] int64, as the other two on the host
+    _padded: np.ndarray  # [B], with a tail pad [B + 1]
+    _columns: np.ndarray  # [B]
 
     @classmethod
     def build(
@@ -137,7 +155,7 @@ class TokenLayout:
             raise ValueError(f"{name}: format must be 'thd' or 'bshd', got {format!r}")
         if cp_order not in ("zigzag", "contiguous"):
             raise ValueError(f"{name}: cp_order must be 'zigzag' or 'contiguous', got {cp_order!r}")
-        _check_fp8(name, fp8)
+        check_fp8(name, fp8)
         for kind, size, rank in (("tp", tp_size, tp_rank), ("cp", cp_size, cp_rank)):
             if not is_int(size) or not is_int(rank):
                 raise TypeError(
@@ -146,41 +164,31 @@ class TokenLayout:
             if size < 1 or not 0 <= rank < size:
                 raise ValueError(f"{name}: {kind}_rank={rank} is not in [0, {kind}_size={size})")
         alignment = sequence_alignment(tp_size, cp_size, fp8)
-        real = host_ints(name, "lengths", lengths)
+        real = host_array(name, "lengths", lengths)
         if padded_lengths is None:
-            if format == "bshd":
-                common = round_up(max(real, default=0), alignment)
-                padded = (common,) * len(real)
-            else:
-                padded = tuple(round_up(length, alignment) for length in real)
+            longest = real.max(initial=0) if format == "bshd" else real
+            padded = np.broadcast_to(-(-longest // alignment) * alignment, real.shape)
         else:
-            padded = host_ints(name, "padded_lengths", padded_lengths)
-        _check_padded(name, format, real, padded, cp_size, cp_order)
+            padded = host_array(name, "padded_lengths", padded_lengths)
+        check_padded(name, format, real, padded, cp_size, cp_order)
         if batch_width is not None:
             if not is_int(batch_width):
                 raise TypeError(f"{name}: batch_width must be an integer, got {batch_width!r}")
             if batch_width < 0:
                 raise ValueError(f"{name}: batch_width must be >= 0, got {batch_width}")
-        columns, width = _place_columns(name, real, first_columns, batch_width)
+        columns, width = place_columns(name, real, first_columns, batch_width)
 
-        local = [length // cp_size for length in padded]
-        num_tokens = sum(local)
-        if num_tokens * cp_size > INT32_MAX:
-            raise ValueError(f"{name}: {num_tokens * cp_size} padded tokens exceed int32")
+        total = int(padded.sum())
+        if total > INT32_MAX:
+            raise ValueError(f"{name}: {total} padded tokens exceed int32")
+        num_tokens = total // cp_size
         if sequence_parallel:
-            _check_slice(name, format, num_tokens, len(real), tp_size)
-        if format == "bshd":
-            offsets = [0, local[0] if local else 0]
-        else:
-            offsets = list(offsets_of(local))
+            check_slice(name, format, num_tokens, len(real), tp_size)
         place = torch.device(device)
         if place.type == "cuda" and place.index is None:
             place = torch.device("cuda", torch.cuda.current_device())
         return cls(
             format=format,
-            lengths=real,
-            padded_lengths=padded,
-            first_columns=columns,
             batch_width=width,
             tp_size=tp_size,
             tp_rank=tp_rank,
@@ -191,15 +199,34 @@ class TokenLayout:
             device=place,
             cp_group=cp_group,
             num_tokens=num_tokens,
-            _offsets=host_table([offsets], len(offsets), place)[0],
+            _lengths=real,
+            _padded=padded,
+            _columns=columns,
         )
+
+    # --- host integers ----------------------------------------------------------------------------
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """[B] real tokens of each trajectory."""
+        return tuple(self._lengths.tolist())
+
+    @cached_property
+    def padded_lengths(self) -> tuple[int, ...]:
+        """[B] tokens of each padded sequence, one more where the slab ends in a pad of its own."""
+        return tuple(self._padded.tolist())
+
+    @cached_property
+    def first_columns(self) -> tuple[int, ...]:
+        """[B] column of each trajectory's first token in the dense batch."""
+        return tuple(self._columns.tolist())
 
     # --- sizes ------------------------------------------------------------------------------------
 
     @property
     def num_sequences(self) -> int:
         """B, trajectories."""
-        return len(self.lengths)
+        return self._lengths.size
 
     @property
     def num_rank_tokens(self) -> int:
@@ -248,15 +275,15 @@ class TokenLayout:
         name = "TokenLayout.row_ids"
         counts = self._per_trajectory(name, "segment_lengths", segment_lengths)
         if is_int(starts):
-            first: tuple[int, ...] = (int(cast(int, starts)),) * len(counts)
+            first = np.full_like(counts, min(max(int(cast(int, starts)), -1), INT32_MAX))
         else:
             first = self._per_trajectory(name, "starts", cast(HostInts, starts))
         return self._row_ids(name, counts, first, next_token, slice)
 
     def token_row_ids(self, next_token: bool = False) -> Tensor:
         """Row ids for a field with one row a real token: [T] int64."""
-        zeros = (0,) * len(self.lengths)
-        return self._row_ids("TokenLayout.token_row_ids", self.lengths, zeros, next_token, False)
+        name = "TokenLayout.token_row_ids"
+        return self._row_ids(name, self._lengths, None, next_token, False)
 
     def support_row_ids(self, response_lengths: HostInts) -> Tensor:
         """Row ids for a field with one row a response token, at the position that predicts it.
@@ -275,14 +302,14 @@ class TokenLayout:
         """
         name = "TokenLayout.support_row_ids"
         responses = self._per_trajectory(name, "response_lengths", response_lengths)
-        starts = []
-        for i, (length, response) in enumerate(zip(self.lengths, responses, strict=True)):
-            if response > 0 and response >= length:
-                raise ValueError(
-                    f"{name}: response_lengths of trajectory {i} is {response} of {length} tokens:"
-                    " a response needs a prompt token before it"
-                )
-            starts.append(max(length - response - 1, 0))
+        whole = (responses > 0) & (responses >= self._lengths)
+        if whole.any():
+            i = int(whole.argmax())
+            raise ValueError(
+                f"{name}: response_lengths of trajectory {i} is {responses[i]} of"
+                f" {self._lengths[i]} tokens: a response needs a prompt token before it"
+            )
+        starts = np.maximum(self._lengths - responses - 1, 0)
         return self._row_ids(name, responses, starts, False, False)
 
     def route_row_ids(self, captured_lengths: HostInts) -> Tensor:
@@ -297,20 +324,61 @@ class TokenLayout:
         """
         name = "TokenLayout.route_row_ids"
         captured = self._per_trajectory(name, "captured_lengths", captured_lengths)
-        if any(map(operator.gt, captured, self.lengths)):
-            i = next(i for i, rows in enumerate(captured) if rows > self.lengths[i])
-            raise ValueError(
-                f"{name}: captured_lengths of trajectory {i} is {captured[i]}, but it has"
-                f" {self.lengths[i]} tokens"
-            )
-        zeros = (0,) * len(captured)
-        return self._row_ids(name, captured, zeros, False, self.sequence_parallel)
+        return self._route_row_ids(name, captured)
+
+    def gather_routes(
+        self,
+        routes: PackedTensor,
+        layers: range | Sequence[int] | Tensor,
+        *,
+        num_experts: int,
+        dtype: torch.dtype = torch.int32,
+        dummy: Dummy = "constant",
+        ep_size: int = 1,
+        spread_offset: int = 0,
+    ) -> RankRoutes:
+        """What this rank's routers take of captured routes: one copy from the host, two kernels.
+
+        Args:
+            routes: [N, L, K] uint8, int16 or int32 rows on the layout's device, each trajectory's
+                captured prefix.
+            layers, num_experts, dtype, dummy, ep_size, spread_offset: as in ``gather_routes``.
+
+        Returns:
+            topk_ids [J, num_rank_tokens, K], padding_mask and row_ids [num_rank_tokens]: of the
+            sequence-parallel slice where the layout has it. Nothing waits for the device.
+
+        Raises:
+            TypeError, ValueError: as ``gather_routes``; a trajectory has more rows than tokens.
+        """
+        name = "TokenLayout.gather_routes"
+        if not isinstance(routes, PackedTensor):
+            raise TypeError(f"{name}: routes must be a PackedTensor, got {type(routes).__name__}")
+        if routes.device != self.device:
+            raise ValueError(f"{name}: routes on {routes.device}, the layout on {self.device}")
+        bounds = routes.bounds
+        captured = bounds[1:] - bounds[:-1]
+        self._check_count(name, "routes", captured)
+        row_ids = self._route_row_ids(name, captured)
+        topk_ids, padding_mask = gather_routes(
+            routes.values, row_ids, layers, num_experts=num_experts, dtype=dtype, dummy=dummy,
+            ep_size=ep_size, spread_offset=spread_offset,
+        )  # fmt: skip
+        return RankRoutes(topk_ids, padding_mask, row_ids)
+
+    def route_tables(
+        self, captured_lengths: HostInts, *, name: str = "TokenLayout.route_tables"
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """``offsets`` and ``segments`` [3, B] of ``make_row_ids`` for captured routes, int64 on the
+        host. Errors as ``route_row_ids``, under ``name``."""
+        captured = self._per_trajectory(name, "captured_lengths", captured_lengths)
+        self._check_captured(name, captured)
+        return self._host_offsets(), self._segments(name, captured, None)
 
     def position_ids(self) -> Tensor:
         """[T] int64 position of each slot in its padded sequence, pads counted on."""
-        return self._make(
-            [0] * len(self.padded_lengths), self.padded_lengths, [0] * len(self.padded_lengths)
-        )
+        zeros = np.zeros_like(self._padded)
+        return self._make(np.stack([zeros, self._padded, zeros]))
 
     # --- dense batches ----------------------------------------------------------------------------
 
@@ -378,53 +446,92 @@ class TokenLayout:
         batch = self.num_sequences
         return values.reshape(self.num_tokens // max(batch, 1), batch, *values.shape[1:])
 
-    def _table(self, rows: Sequence[Sequence[int]], width: int) -> Tensor:
-        return host_table(rows, width, self.device)
+    @cached_property
+    def _offsets(self) -> Tensor:
+        """[B + 1] int32 on the device, or [2]: ``offsets`` of ``make_row_ids``."""
+        (offsets,) = host_tables((self._host_offsets(),), self.device)
+        return offsets
 
-    def _per_trajectory(self, name: str, field: str, values: HostInts) -> tuple[int, ...]:
-        listed = host_ints(name, field, values)
-        if len(listed) != len(self.lengths):
-            raise ValueError(
-                f"{name}: {field} has {len(listed)} entries for {len(self.lengths)} trajectories"
-            )
+    def _host_offsets(self) -> np.ndarray:
+        if self.format == "bshd":
+            return np.array([0, self._padded[0] // self.cp_size if self._padded.size else 0])
+        offsets = np.zeros(self._padded.size + 1, np.int64)
+        np.cumsum(self._padded // self.cp_size, out=offsets[1:])
+        return offsets
+
+    def _table(self, rows: Sequence[Sequence[int] | np.ndarray], width: int) -> Tensor:
+        (table,) = host_tables((self._stacked(rows, width),), self.device)
+        return table
+
+    @staticmethod
+    def _stacked(rows: Sequence[Sequence[int] | np.ndarray], width: int) -> np.ndarray:
+        """[len(rows), width] int64; short rows end in zeros."""
+        table = np.zeros((len(rows), width), np.int64)
+        for place, row in zip(table, rows, strict=True):
+            place[: len(row)] = row
+        return table
+
+    def _per_trajectory(self, name: str, field: str, values: HostInts) -> np.ndarray:
+        listed = host_array(name, field, values)
+        self._check_count(name, field, listed)
         return listed
+
+    def _check_count(self, name: str, field: str, listed: np.ndarray) -> None:
+        if listed.size != self._lengths.size:
+            raise ValueError(
+                f"{name}: {field} has {listed.size} entries for {self._lengths.size} trajectories"
+            )
+
+    def _check_captured(self, name: str, captured: np.ndarray) -> None:
+        beyond = captured > self._lengths
+        if beyond.any():
+            i = int(beyond.argmax())
+            raise ValueError(
+                f"{name}: captured_lengths of trajectory {i} is {captured[i]}, but it has"
+                f" {self._lengths[i]} tokens"
+            )
+
+    def _route_row_ids(self, name: str, captured: np.ndarray) -> Tensor:
+        self._check_captured(name, captured)
+        return self._row_ids(name, captured, None, False, self.sequence_parallel)
 
     def _row_ids(
         self,
         name: str,
-        counts: Sequence[int],
-        first: Sequence[int],
+        counts: np.ndarray,
+        first: np.ndarray | None,
         next_token: bool,
         slice: bool,
     ) -> Tensor:
-        ends = map(operator.add, first, counts)
-        if min(first, default=0) < 0 or any(map(operator.gt, ends, self.lengths)):
-            for i, (length, count, start) in enumerate(
-                zip(self.lengths, counts, first, strict=True)
-            ):
-                if start < 0 or (count and start + count > length):
-                    raise ValueError(
-                        f"{name}: trajectory {i} has {length} tokens, but its {count} rows begin"
-                        f" at position {start}"
-                    )
-        bases = offsets_of(counts)
-        if bases[-1] > INT32_MAX:
-            raise ValueError(f"{name}: {bases[-1]} rows exceed int32")
-        return self._make(bases[:-1], counts, first, next_token=next_token, slice=slice)
+        if first is not None:
+            outside = (first < 0) | ((first + counts > self._lengths) & (counts > 0))
+            if outside.any():
+                i = int(outside.argmax())
+                raise ValueError(
+                    f"{name}: trajectory {i} has {self._lengths[i]} tokens, but its {counts[i]}"
+                    f" rows begin at position {first[i]}"
+                )
+        segments = self._segments(name, counts, first)
+        return self._make(segments, next_token=next_token, slice=slice)
 
-    def _make(
-        self,
-        bases: Sequence[int],
-        counts: Sequence[int],
-        starts: Sequence[int],
-        *,
-        next_token: bool = False,
-        slice: bool = False,
-    ) -> Tensor:
+    def _segments(self, name: str, counts: np.ndarray, first: np.ndarray | None) -> np.ndarray:
+        """[3, B] bases, counts, starts of the padded sequences."""
+        segments = np.zeros((3, self._padded.size), np.int64)
+        size = counts.size
+        ends = counts.cumsum()
+        if size and ends[-1] > INT32_MAX:
+            raise ValueError(f"{name}: {ends[-1]} rows exceed int32")
+        np.subtract(ends, counts, out=segments[0, :size])
+        segments[1, :size] = counts
+        if first is not None:
+            segments[2, :size] = first
+        return segments
+
+    def _make(self, rows: np.ndarray, *, next_token: bool = False, slice: bool = False) -> Tensor:
         first_id, num_ids = 0, self.num_tokens
         if slice:
             if not self.sequence_parallel:
-                _check_slice(
+                check_slice(
                     "TokenLayout.row_ids",
                     self.format,
                     self.num_tokens,
@@ -433,10 +540,15 @@ class TokenLayout:
                 )
             num_ids //= self.tp_size
             first_id = num_ids * self.tp_rank
+        if "_offsets" in self.__dict__:
+            (segments,) = host_tables((rows,), self.device)
+        else:  # both cross in one copy
+            offsets, segments = host_tables((self._host_offsets(), rows), self.device)
+            self.__dict__["_offsets"] = offsets
         # the operator itself: what make_row_ids checks holds by construction
         return row_ids_op(
             self._offsets,
-            self._table((bases, counts, starts), len(self.padded_lengths)),
+            segments,
             num_ids,
             first_id,
             self.cp_size,
@@ -476,86 +588,3 @@ def columns_from_mask(attention_mask: Tensor | np.ndarray) -> tuple[list[int], l
         if not row[column : column + length].all():
             raise ValueError(f"{name}: attention_mask of trajectory {i} has a hole")
     return lengths.tolist(), first.tolist()
-
-
-# --- checks ---------------------------------------------------------------------------------------
-
-
-def _check_fp8(name: str, fp8: object) -> None:
-    if not isinstance(fp8, bool) and fp8 not in _FP8_RECIPES:
-        raise ValueError(f"{name}: fp8 must be True, False or one of {_FP8_RECIPES}, got {fp8!r}")
-
-
-def _check_padded(
-    name: str,
-    format: str,
-    lengths: tuple[int, ...],
-    padded: tuple[int, ...],
-    cp_size: int,
-    cp_order: str,
-) -> None:
-    allowed = (len(lengths),) if format == "bshd" else (len(lengths), len(lengths) + 1)
-    if len(padded) not in allowed:
-        raise ValueError(
-            f"{name}: padded_lengths has {len(padded)} entries for {len(lengths)} trajectories"
-        )
-    for i, (length, tokens) in enumerate(zip(lengths, padded, strict=False)):
-        if tokens < length:
-            raise ValueError(
-                f"{name}: padded_lengths of trajectory {i} is {tokens}, shorter than its"
-                f" {length} tokens"
-            )
-        if format == "bshd" and tokens != padded[0]:
-            raise ValueError(
-                f"{name}: padded_lengths of trajectory {i} is {tokens}, but 'bshd' has one common"
-                f" length, {padded[0]}"
-            )
-    chunks = 1 if cp_size == 1 else 2 * cp_size if cp_order == "zigzag" else cp_size
-    for i, tokens in enumerate(padded):
-        if tokens % chunks:
-            who = f"trajectory {i}" if i < len(lengths) else "the tail pad"
-            raise ValueError(
-                f"{name}: padded_lengths of {who} is {tokens}, not a multiple of the {chunks}"
-                f" chunks of cp_size={cp_size} ({cp_order})"
-            )
-
-
-def _check_slice(name: str, format: str, num_tokens: int, batch: int, tp_size: int) -> None:
-    """A sequence-parallel slice is equal along the sequence dimension."""
-    tokens = num_tokens if format == "thd" else num_tokens // max(batch, 1)
-    if tokens % tp_size:
-        raise ValueError(
-            f"{name}: padded_lengths leave this rank {tokens} tokens, which do not divide into"
-            f" tp_size={tp_size} sequence-parallel slices"
-        )
-
-
-def _place_columns(
-    name: str,
-    lengths: tuple[int, ...],
-    first_columns: HostInts | None,
-    batch_width: int | None,
-) -> tuple[tuple[int, ...], int]:
-    if first_columns is None:
-        width = max(lengths, default=0) if batch_width is None else batch_width
-        for i, length in enumerate(lengths):
-            if length > width:
-                raise ValueError(
-                    f"{name}: batch_width={width} is less than the {length} tokens of"
-                    f" trajectory {i}"
-                )
-        return tuple(width - length for length in lengths), width
-    columns = host_ints(name, "first_columns", first_columns)
-    if len(columns) != len(lengths):
-        raise ValueError(
-            f"{name}: first_columns has {len(columns)} entries for {len(lengths)} trajectories"
-        )
-    ends = [column + length for column, length in zip(columns, lengths, strict=True)]
-    width = max(ends, default=0) if batch_width is None else batch_width
-    for i, (column, end) in enumerate(zip(columns, ends, strict=True)):
-        if end > width:
-            raise ValueError(
-                f"{name}: first_columns of trajectory {i} is {column}, but its"
-                f" {lengths[i]} tokens then pass batch_width={width}"
-            )
-    return columns, width
