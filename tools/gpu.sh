@@ -8,6 +8,9 @@
 #                    stages.jsonl with each stage's exit code and seconds
 #   BENCH_COMMIT=C   the commit to name in the lines, for a copy of the tree without its history
 #   STAGE_SECONDS=N  the most one stage may take (default 900)
+#   SANITIZER_TESTS=E, SANITIZER_SECONDS=N   the kernel tests that compute-sanitizer runs, a pytest
+#                    -k expression (default "cuda and loop"; "cuda" is all of them), and the most
+#                    that each of its tools may take (default 300)
 #
 # PYTHON needs torch, triton, numpy, pytest and hypothesis; packhorse need not be installed. Without
 # megatron-core the stages that need it are left out, and said to be. Without a GPU `bench` says so
@@ -67,14 +70,21 @@ tests() {
         echo "== no megatron-core here: its tests and the demo are left out"
     fi
     if command -v compute-sanitizer >/dev/null; then
-        # torch's caching allocator would hide an access past the end of a tensor
-        stage "compute-sanitizer" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-            compute-sanitizer --tool memcheck --error-exitcode 9 --launch-timeout 120 \
-            "$python" -m pytest -q -x -m "not compile and not gpu_memory" -k "cuda and loop" \
-            tests/kernels
+        # memcheck: accesses outside an allocation; racecheck: hazards in shared memory
+        sanitize memcheck
+        sanitize racecheck
     else
-        echo "== no compute-sanitizer here: its stage is left out"
+        echo "== no compute-sanitizer here: its stages are left out"
     fi
+}
+
+sanitize() { # TOOL
+    # torch's caching allocator would hide an access past the end of a tensor
+    STAGE_SECONDS=${SANITIZER_SECONDS:-300} stage "compute-sanitizer $1" \
+        env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+        compute-sanitizer --tool "$1" --error-exitcode 9 --launch-timeout 120 \
+        "$python" -m pytest -q -x -m "not compile and not gpu_memory" \
+        -k "${SANITIZER_TESTS:-cuda and loop}" tests/kernels
 }
 
 benchmarks() {
