@@ -63,8 +63,11 @@ def draw_sweep(lines: Sequence[Line], path: Path) -> None:
                 panel.plot(*zip(*points, strict=True), "o-", ms=3, color=colour, label=label)
         floors = sorted({(line["tokens"], line["floor_us"]) for line in chosen})
         panel.plot(*zip(*floors, strict=True), "k--", lw=1, label="copy floor")
-        panel.set(xscale="log", yscale="log", title=title, xlabel="tokens", ylabel="µs")
+        panel.set(yscale="log", title=title, xlabel="tokens", ylabel="µs")
         panel.set_xscale("log", base=2)
+        ticks = sorted({line["tokens"] for line in chosen})[::2]
+        panel.minorticks_off()
+        panel.set_xticks(ticks, [f"{max(tick // 1024, 1)}k" for tick in ticks])
         panel.legend(fontsize=8)
     drawn.suptitle(f"{lines[0]['gpu']}, at {lines[0]['commit']}", fontsize=9)
     drawn.tight_layout()
@@ -82,12 +85,12 @@ def draw_asked(lines: Sequence[Line], path: Path) -> None:
     rows = range(len(worst))
     panel.barh(rows, shares, color=colours, height=0.7)
     for row, share in zip(rows, shares, strict=True):
-        panel.text(share, row, f" {share:.2f}", va="center", fontsize=8)
+        panel.text(min(share, 3.7), row, f" {share:.2f}", va="center", fontsize=8)
     panel.axvline(1, color="black", lw=1)
     panel.set_yticks(rows, [JOBS[key].what.replace("`", "") for key in worst], fontsize=8)
     panel.invert_yaxis()
     panel.grid(axis="y", visible=False)
-    panel.set_xlim(0, max(1.2, 1.1 * max(shares)))
+    panel.set_xlim(0, min(max(1.2, 1.1 * max(shares)), 4))
     panel.set_xlabel("measured over asked, worst case; up to 1 is reached")
     line = next(iter(worst.values()))[0]
     panel.set_title(f"{line['gpu']}, at {line['commit']}", fontsize=9)

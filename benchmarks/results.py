@@ -16,7 +16,7 @@ def read_lines(folder: Path = RESULTS) -> list[Line]:
     """Every measurement, in the order of files and lines; ``bench`` names the file it is from."""
     lines = []
     for path in sorted(folder.glob("bench_*.jsonl")):
-        for text in path.read_text().splitlines():
+        for text in path.read_text(encoding="utf-8").splitlines():
             lines.append({"bench": path.stem, **json.loads(text)})
     return lines
 

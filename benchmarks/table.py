@@ -128,9 +128,9 @@ def main() -> int:
         print(block(lines, args.block), end="")
     stale = 0
     for path in args.write:
-        path.write_text(filled(path.read_text(), lines)[0])
+        path.write_text(filled(path.read_text("utf-8"), lines)[0], "utf-8")
     for path in args.check:
-        text = path.read_text()
+        text = path.read_text("utf-8")
         wanted, names = filled(text, lines)
         if wanted != text:
             stale += 1
