@@ -1,0 +1,507 @@
+"""Lay sampling-support rows out in model order: by row id, on the device, nothing read back.
+
+    gather_support          out[i] = support[row_ids[i]]                                [M, C]
+    gather_ragged_support   out[out_offsets[i] : out_offsets[i + 1]] = row(row_ids[i])
+    pad_ragged_support      out[i] = row(row_ids[i]), then -1                           [M, width]
+
+    row(r) = token_ids[row_offsets[r] : row_offsets[r + 1]];  no id at all where r = -1
+
+How many ids a ragged gather yields depends on the data. Nothing reads that: the output has
+``capacity`` ids, of which out_offsets[M] are used and the others are -1 (``NO_CANDIDATE``). A
+capacity that is too small loses ids and nothing else: out_offsets tell what was needed, and the ids
+up to the capacity are right.
+
+Two launches. The first sums the widths of BLOCK_M slots at a time, and of groups of such blocks. In
+the second, program b < num_blocks writes the offsets of block b and its first CHUNK ids; the others
+share out the further chunks, so that a row of the whole vocabulary among rows of two is copied by
+as many programs as it has chunks, and then the end of the buffer.
+
+Sizes: N rows, M row ids, C width. Offsets are int64: 14,000 rows of a vocabulary of 152,000 ids
+pass 2**31, and a row's 8 bytes are few beside its ids. Any M and any total work.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from packhorse.kernels.launch import Launcher, kernel_name
+from packhorse.kernels.rows import (
+    check_row_ids,
+    check_row_range,
+    check_values,
+    checks_values,
+)
+from packhorse.packed.sentinels import NO_CANDIDATE
+
+
+class RaggedSupport(NamedTuple):
+    """Support rows of different widths, in model order.
+
+    Slot i has ``token_ids[row_offsets[i] : row_offsets[i + 1]]``.
+    """
+
+    token_ids: Tensor  # [capacity] int32, -1 from row_offsets[M] on
+    row_offsets: Tensor  # [M + 1] int64, 0 first
+
+
+# --- reference: the specification, and what CPU tensors run ---------------------------------------
+
+
+def gather_ragged_support_reference(
+    token_ids: Tensor, row_offsets: Tensor, row_ids: Tensor, capacity: int
+) -> tuple[Tensor, Tensor]:
+    begins, counts = _row_bounds(row_offsets, row_ids)
+    out_offsets = row_offsets.new_zeros(row_ids.shape[0] + 1)
+    out_offsets[1:] = counts.cumsum(0)
+    slots = torch.repeat_interleave(counts)[:capacity]
+    positions = torch.arange(slots.shape[0], device=slots.device) - out_offsets[slots]
+    out = token_ids.new_full((capacity,), NO_CANDIDATE)
+    out[: slots.shape[0]] = token_ids[begins[slots] + positions]
+    return out, out_offsets
+
+
+def pad_ragged_support_reference(
+    token_ids: Tensor, row_offsets: Tensor, row_ids: Tensor, width: int
+) -> Tensor:
+    begins, counts = _row_bounds(row_offsets, row_ids)
+    columns = torch.arange(width, device=row_ids.device)
+    present = columns < counts[:, None]
+    out = token_ids.new_full((row_ids.shape[0], width), NO_CANDIDATE)
+    out[present] = token_ids[(begins[:, None] + columns)[present]]
+    return out
+
+
+def _row_bounds(row_offsets: Tensor, row_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the row of each slot begins, and its number of ids."""
+    begins, counts = torch.zeros_like(row_ids), torch.zeros_like(row_ids)
+    present = row_ids >= 0
+    begins[present] = row_offsets[row_ids[present]]
+    counts[present] = row_offsets[row_ids[present] + 1] - begins[present]
+    return begins, counts
+
+
+# --- Triton ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_row_bounds(row_offsets_ptr, row_ids_ptr, slots, num_ids):
+    """Where the row of each slot begins and ends; equal where the slot has none."""
+    rows = tl.load(row_ids_ptr + slots, mask=slots < num_ids, other=-1)
+    begins = tl.load(row_offsets_ptr + rows, mask=rows >= 0, other=0)
+    ends = tl.load(row_offsets_ptr + rows + 1, mask=rows >= 0, other=0)
+    return begins, ends
+
+
+@triton.jit
+def further_chunks(totals, CHUNK: tl.constexpr):
+    """Chunks after the first that blocks of ``totals`` ids need."""
+    return (tl.maximum(totals, 1) - 1) // CHUNK
+
+
+@triton.jit(
+    repr=kernel_name("sum_support_rows", "BLOCK_M"),
+    do_not_specialize=["num_ids", "tiles_per_group"],
+    do_not_specialize_on_alignment=["row_offsets_ptr", "row_ids_ptr"],
+)
+def _sum_support_rows_kernel(
+    row_offsets_ptr,  # [N + 1] int64
+    row_ids_ptr,  # [M] int64
+    group_sums_ptr,  # [2, MAX_GROUPS] int64: ids of each group, further chunks of its blocks
+    block_sums_ptr,  # [groups * tiles_per_group * TILE_BLOCKS] int64: ids of each block
+    num_ids,  # M
+    tiles_per_group,
+    TILE_BLOCKS: tl.constexpr,
+    MAX_GROUPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    group = tl.program_id(0)
+    group_total = tl.zeros([TILE_BLOCKS], dtype=tl.int64)
+    group_chunks = tl.zeros([TILE_BLOCKS], dtype=tl.int64)
+    for i in range(0, tiles_per_group):
+        tile = (group * tiles_per_group + i).to(tl.int64)
+        slots = tile * (TILE_BLOCKS * BLOCK_M) + tl.arange(0, TILE_BLOCKS * BLOCK_M)
+        begins, ends = load_row_bounds(row_offsets_ptr, row_ids_ptr, slots, num_ids)
+        totals = tl.sum(tl.reshape(ends - begins, [TILE_BLOCKS, BLOCK_M]), axis=1)
+        tl.store(block_sums_ptr + tile * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS), totals)
+        group_total += totals
+        group_chunks += further_chunks(totals, CHUNK)
+    tl.store(group_sums_ptr + group, tl.sum(group_total))
+    tl.store(group_sums_ptr + MAX_GROUPS + group, tl.sum(group_chunks))
+
+
+@triton.jit(
+    repr=kernel_name("copy_support_rows", "BLOCK_M", "CHUNK"),
+    do_not_specialize=["num_ids", "num_blocks", "num_groups", "blocks_per_group", "capacity"],
+    do_not_specialize_on_alignment=["token_ids_ptr", "row_offsets_ptr", "row_ids_ptr"],
+)
+def _copy_support_rows_kernel(
+    token_ids_ptr,  # [*] int32
+    row_offsets_ptr,  # [N + 1] int64
+    row_ids_ptr,  # [M] int64
+    group_sums_ptr,  # [2, MAX_GROUPS] int64
+    block_sums_ptr,  # [num_groups * blocks_per_group] int64
+    out_ptr,  # [capacity] int32
+    out_offsets_ptr,  # [M + 1] int64
+    num_ids,  # M
+    num_blocks,  # those with a slot
+    num_groups,
+    blocks_per_group,
+    capacity,
+    LOG2_BLOCK_M: tl.constexpr,
+    MAX_GROUPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    groups = tl.arange(0, MAX_GROUPS)
+    in_groups = groups < num_groups
+    totals = tl.load(group_sums_ptr + groups, mask=in_groups, other=0)
+    lanes = tl.arange(0, BLOCK_M)
+
+    # which chunk of which block, and the ids of all blocks before it
+    if program < num_blocks:
+        group = program // blocks_per_group
+        block, chunk = program, tl.zeros([], dtype=tl.int64)
+        begin = tl.sum(tl.where(groups < group, totals, 0))
+        for first in range(group * blocks_per_group, program, BLOCK_M):
+            blocks = first + lanes
+            begin += tl.sum(tl.load(block_sums_ptr + blocks, mask=blocks < program, other=0))
+    else:
+        # the chunk of this ordinal among all that are not the first of their block
+        chunk = (program - num_blocks).to(tl.int64)
+        chunks = tl.load(group_sums_ptr + MAX_GROUPS + groups, mask=in_groups, other=0)
+        before = in_groups & (tl.cumsum(chunks) <= chunk)
+        group = tl.sum(before.to(tl.int32))
+        begin = tl.sum(tl.where(before, totals, 0))
+        chunk -= tl.sum(tl.where(before, chunks, 0))
+        block = group * blocks_per_group
+        end = tl.minimum(group + 1, num_groups) * blocks_per_group
+        seen = tl.zeros([], dtype=tl.int64)
+        passed = tl.zeros([], dtype=tl.int64)
+        for first in range(group * blocks_per_group, end, BLOCK_M):
+            in_group = first + lanes < end
+            sums = tl.load(block_sums_ptr + first + lanes, mask=in_group, other=0)
+            further = further_chunks(sums, CHUNK)
+            earlier = in_group & (seen + tl.cumsum(further) <= chunk)
+            block += tl.sum(earlier.to(tl.int32))
+            begin += tl.sum(tl.where(earlier, sums, 0))
+            passed += tl.sum(tl.where(earlier, further, 0))
+            seen += tl.sum(further)
+        chunk += 1 - passed
+
+    within = tl.arange(0, CHUNK)
+    if block < num_blocks:
+        slots = block.to(tl.int64) * BLOCK_M + lanes
+        begins, ends = load_row_bounds(row_offsets_ptr, row_ids_ptr, slots, num_ids)
+        counts = ends - begins
+        stops = tl.cumsum(counts)
+        if chunk == 0:
+            tl.store(out_offsets_ptr + 1 + slots, begin + stops, mask=slots < num_ids)
+            if block == 0:
+                tl.store(out_offsets_ptr, begin)
+        # the slot of a position: how many slots stop at or before it
+        first_position = chunk * CHUNK
+        stops_here = tl.minimum(tl.maximum(stops - first_position, 0), CHUNK).to(tl.int32)
+        slot = tl.zeros([CHUNK], dtype=tl.int32)
+        for i in tl.static_range(LOG2_BLOCK_M):
+            further = slot + (BLOCK_M >> (i + 1))
+            probed = tl.gather(stops_here, further - 1, axis=0)
+            slot = tl.where(probed <= within, further, slot)
+        source = tl.gather(begins - (stops - counts), slot, axis=0) + first_position + within
+        out = begin + first_position + within
+        wanted = (within < tl.max(stops_here)) & (out < capacity)
+        ids = tl.load(token_ids_ptr + source, mask=wanted, other=-1)
+        tl.store(out_ptr + out, ids, mask=wanted)
+    else:
+        # past the last id: ``begin`` is the total, and ``chunk`` counts from 1 there
+        out = begin + (chunk - 1) * CHUNK + within
+        tl.store(out_ptr + out, tl.full([CHUNK], -1, dtype=tl.int32), mask=out < capacity)
+
+
+@triton.jit(
+    repr=kernel_name("pad_support_rows", "VEC"),
+    do_not_specialize=["num_units", "units_per_row"],
+    do_not_specialize_on_alignment=["token_ids_ptr", "row_offsets_ptr", "row_ids_ptr"],
+)
+def _pad_support_rows_kernel(
+    token_ids_ptr,  # [*] int32
+    row_offsets_ptr,  # [N + 1] int64
+    row_ids_ptr,  # [M] int64
+    out_ptr,  # [M, width] int32
+    num_units,  # M * units_per_row
+    units_per_row,  # width / VEC
+    VEC: tl.constexpr,  # ids of a unit: 16 bytes where the width allows
+    BLOCK_U: tl.constexpr,
+):
+    # as in rows.py: one 64-bit division a program, 32 bits within it
+    begin = tl.program_id(0).to(tl.int64) * BLOCK_U
+    first_slot = begin // units_per_row
+    within = (begin - first_slot * units_per_row).to(tl.int32) + tl.arange(0, BLOCK_U)
+    passed = within // units_per_row
+    unit = within - passed * units_per_row
+    flat = begin + tl.arange(0, BLOCK_U)
+    in_bounds = flat < num_units
+    rows = tl.load(row_ids_ptr + first_slot + passed, mask=in_bounds, other=-1)
+    begins = tl.load(row_offsets_ptr + rows, mask=rows >= 0, other=0)
+    ends = tl.load(row_offsets_ptr + rows + 1, mask=rows >= 0, other=0)
+    lane = tl.arange(0, VEC)[None, :]
+    source = (begins + unit.to(tl.int64) * VEC)[:, None] + lane
+    ids = tl.load(token_ids_ptr + source, mask=source < ends[:, None], other=-1)
+    tl.store(out_ptr + flat[:, None] * VEC + lane, ids, mask=in_bounds[:, None])
+
+
+_launch_sum_support_rows = Launcher(_sum_support_rows_kernel)
+_launch_copy_support_rows = Launcher(_copy_support_rows_kernel)
+_launch_pad_support_rows = Launcher(_pad_support_rows_kernel)
+
+_BLOCK_M = 256  # slots of a block
+_CHUNK = 1024  # ids that a program copies
+_TILE_BLOCKS = 4  # blocks that a program sums at once
+_MAX_GROUPS = 256
+_BLOCK_U = 512
+
+
+def _gather_ragged_support_cuda(
+    token_ids: Tensor, row_offsets: Tensor, row_ids: Tensor, capacity: int
+) -> tuple[Tensor, Tensor]:
+    num_ids = row_ids.shape[0]
+    if num_ids == 0:
+        return token_ids.new_full((capacity,), NO_CANDIDATE), row_offsets.new_zeros(1)
+    out = token_ids.new_empty(capacity)
+    out_offsets = row_offsets.new_empty(num_ids + 1)
+    num_tiles = _ceil_div(num_ids, _TILE_BLOCKS * _BLOCK_M)
+    tiles_per_group = _ceil_div(num_tiles, _MAX_GROUPS)
+    num_groups = _ceil_div(num_tiles, tiles_per_group)
+    blocks_per_group = tiles_per_group * _TILE_BLOCKS
+    num_blocks = _ceil_div(num_ids, _BLOCK_M)
+    sums = row_offsets.new_empty(2 * _MAX_GROUPS + num_groups * blocks_per_group)
+    group_sums, block_sums = sums[: 2 * _MAX_GROUPS], sums[2 * _MAX_GROUPS :]
+    _launch_sum_support_rows(
+        (num_groups,),
+        (row_offsets, row_ids, group_sums, block_sums, num_ids, tiles_per_group),
+        (_TILE_BLOCKS, _MAX_GROUPS, _BLOCK_M, _CHUNK),
+        num_warps=8,
+    )
+    # further chunks and chunks of the end: each but one has CHUNK places of the buffer behind it
+    _launch_copy_support_rows(
+        (num_blocks + capacity // _CHUNK + 1,),
+        (
+            token_ids, row_offsets, row_ids, group_sums, block_sums, out, out_offsets, num_ids,
+            num_blocks, num_groups, blocks_per_group, capacity,
+        ),
+        (_BLOCK_M.bit_length() - 1, _MAX_GROUPS, _BLOCK_M, _CHUNK),
+    )  # fmt: skip
+    return out, out_offsets
+
+
+def _pad_ragged_support_cuda(
+    token_ids: Tensor, row_offsets: Tensor, row_ids: Tensor, width: int
+) -> Tensor:
+    num_ids = row_ids.shape[0]
+    out = token_ids.new_empty((num_ids, width))
+    if out.numel() == 0:
+        return out
+    vec = math.gcd(4, width)
+    num_units = num_ids * (width // vec)
+    _launch_pad_support_rows(
+        (_ceil_div(num_units, _BLOCK_U),),
+        (token_ids, row_offsets, row_ids, out, num_units, width // vec),
+        (vec, _BLOCK_U),
+    )
+    return out
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return (a + b - 1) // b
+
+
+# --- operators ------------------------------------------------------------------------------------
+
+torch.library.define(
+    "packhorse::gather_ragged_support",
+    "(Tensor token_ids, Tensor row_offsets, Tensor row_ids, SymInt capacity) -> (Tensor, Tensor)",
+)
+torch.library.impl("packhorse::gather_ragged_support", "CPU", gather_ragged_support_reference)
+torch.library.impl("packhorse::gather_ragged_support", "CUDA", _gather_ragged_support_cuda)
+
+torch.library.define(
+    "packhorse::pad_ragged_support",
+    "(Tensor token_ids, Tensor row_offsets, Tensor row_ids, SymInt width) -> Tensor",
+)
+torch.library.impl("packhorse::pad_ragged_support", "CPU", pad_ragged_support_reference)
+torch.library.impl("packhorse::pad_ragged_support", "CUDA", _pad_ragged_support_cuda)
+
+
+@torch.library.register_fake("packhorse::gather_ragged_support")
+def _gather_ragged_support_fake(
+    token_ids: Tensor, row_offsets: Tensor, row_ids: Tensor, capacity: int
+) -> tuple[Tensor, Tensor]:
+    return token_ids.new_empty(capacity), row_offsets.new_empty(row_ids.shape[0] + 1)
+
+
+@torch.library.register_fake("packhorse::pad_ragged_support")
+def _pad_ragged_support_fake(
+    token_ids: Tensor, row_offsets: Tensor, row_ids: Tensor, width: int
+) -> Tensor:
+    return token_ids.new_empty((row_ids.shape[0], width))
+
+
+_gather_rows_op = torch.ops.packhorse.gather_rows.default
+_gather_ragged_support_op = torch.ops.packhorse.gather_ragged_support.default
+_pad_ragged_support_op = torch.ops.packhorse.pad_ragged_support.default
+
+
+# --- public API -----------------------------------------------------------------------------------
+
+
+def gather_support(support: Tensor, row_ids: Tensor) -> Tensor:
+    """Collect the support rows of one width that ``row_ids`` names.
+
+    Args:
+        support: [N, C] int32, CPU or CUDA: the ids that the sampler kept at each response token,
+            then -1.
+        row_ids: [M] int64, contiguous, on ``support.device``, each in [-1, N): from
+            ``TokenLayout.support_row_ids``.
+
+    Returns:
+        [M, C] int32, contiguous; -1 where the slot has no row.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a shape or device is wrong, or a row id on the CPU is out of range. Values on a
+            GPU are not read, since that would stall it; ``PACKHORSE_CHECK=1`` checks them there.
+
+    Source: vLLM's ``sampling_mask``, packed by ``pack_support``.
+
+    Example:
+        >>> support = torch.tensor([[7, 9], [4, -1]], dtype=torch.int32)
+        >>> gather_support(support, torch.tensor([1, -1])).tolist()
+        [[4, -1], [-1, -1]]
+    """
+    name = "gather_support"
+    if support.dtype != torch.int32:
+        raise TypeError(f"{name}: support must be int32, got {support.dtype}")
+    if support.dim() != 2:
+        raise ValueError(f"{name}: support must be [N, C], got {tuple(support.shape)}")
+    check_row_ids(name, row_ids, "support", support)
+    if checks_values(row_ids):
+        check_row_range(name, row_ids, support.shape[0])
+    return _gather_rows_op(support, row_ids, NO_CANDIDATE)
+
+
+def gather_ragged_support(
+    token_ids: Tensor, row_offsets: Tensor, row_ids: Tensor, *, capacity: int | None = None
+) -> RaggedSupport:
+    """Collect the support rows of different widths that ``row_ids`` names.
+
+    Args:
+        token_ids: [total ids] int32, contiguous, CPU or CUDA: the ids of all rows, one row after
+            another.
+        row_offsets: [N + 1] int64, contiguous, on ``token_ids.device``: row r holds
+            ``token_ids[row_offsets[r] : row_offsets[r + 1]]``. First 0, last the total,
+            non-decreasing.
+        row_ids: [M] int64, contiguous, on ``token_ids.device``, each in [-1, N).
+        capacity: ids of the output, at least those of the named rows. By default as many as
+            ``token_ids`` has, which suffices while no row is named twice; a caller that knows fewer
+            saves writing the rest.
+
+    Returns:
+        ``RaggedSupport``: token_ids [capacity] int32 and row_offsets [M + 1] int64; a slot without
+        a row has no id, and the ids from ``row_offsets[M]`` on are -1. On a GPU a capacity that is
+        too small cuts the ids off at its end, while ``row_offsets`` tell what was needed.
+
+    Raises:
+        TypeError: a dtype is wrong, or ``capacity`` is no int.
+        ValueError: a shape or device is wrong, ``capacity`` is negative; or, on the CPU, the
+            offsets do not rise from 0 to the total, a row id is out of range, or ``capacity`` is
+            too small. Values on a GPU are not read; ``PACKHORSE_CHECK=1`` checks them there.
+
+    Source: vLLM's ``sampling_mask`` is such ids and counts.
+
+    Example:
+        >>> token_ids = torch.tensor([7, 9, 4], dtype=torch.int32)
+        >>> out = gather_ragged_support(token_ids, torch.tensor([0, 2, 3]), torch.tensor([1, -1]))
+        >>> out.token_ids.tolist(), out.row_offsets.tolist()
+        ([4, -1, -1], [0, 1, 1])
+    """
+    name = "gather_ragged_support"
+    _check_ragged(name, token_ids, row_offsets, row_ids)
+    if capacity is None:
+        capacity = token_ids.shape[0]
+    else:
+        _check_size(name, "capacity", capacity)
+    ids, offsets = _gather_ragged_support_op(token_ids, row_offsets, row_ids, capacity)
+    if checks_values(row_ids):
+        shown = "capacity" if torch.compiler.is_compiling() else f"capacity={capacity}"
+        check_values(offsets[-1] <= capacity, f"{name}: the rows have more ids than {shown}")
+    return RaggedSupport(ids, offsets)
+
+
+def pad_ragged_support(
+    token_ids: Tensor, row_offsets: Tensor, row_ids: Tensor, *, width: int
+) -> Tensor:
+    """Collect support rows of different widths into rows of one, as ``support_logprobs`` takes.
+
+    Args:
+        token_ids, row_offsets, row_ids: as for ``gather_ragged_support``.
+        width: C, at least the widest of the named rows: known to the host, which packed them.
+
+    Returns:
+        [M, width] int32, contiguous: the ids of the slot's row, then -1. On a GPU a row that is
+        wider is cut off, which is wrong and cannot be seen without ``PACKHORSE_CHECK=1``.
+
+    Raises:
+        As ``gather_ragged_support``; ValueError on the CPU where a named row is wider.
+
+    Example:
+        >>> token_ids = torch.tensor([7, 9, 4], dtype=torch.int32)
+        >>> offsets, row_ids = torch.tensor([0, 2, 3]), torch.tensor([1, -1, 0])
+        >>> pad_ragged_support(token_ids, offsets, row_ids, width=2).tolist()
+        [[4, -1], [-1, -1], [7, 9]]
+    """
+    name = "pad_ragged_support"
+    _check_ragged(name, token_ids, row_offsets, row_ids)
+    _check_size(name, "width", width)
+    if checks_values(row_ids):
+        # -1 takes the last entry, the width of no row
+        widths = torch.cat([row_offsets.diff(), row_offsets.new_zeros(1)])[row_ids]
+        shown = "width" if torch.compiler.is_compiling() else f"width={width}"
+        check_values((widths <= width).all(), f"{name}: a row has more ids than {shown}")
+    return _pad_ragged_support_op(token_ids, row_offsets, row_ids, width)
+
+
+def _check_size(name: str, field: str, size: int) -> None:
+    if isinstance(size, bool) or not isinstance(size, int | torch.SymInt):
+        raise TypeError(f"{name}: {field} must be an int, got {type(size).__name__}")
+    if size < 0:
+        raise ValueError(f"{name}: {field} must be >= 0, got {size}")
+
+
+def _check_ragged(name: str, token_ids: Tensor, row_offsets: Tensor, row_ids: Tensor) -> None:
+    for field, tensor, dtype, shape in (
+        ("token_ids", token_ids, torch.int32, "[total ids]"),
+        ("row_offsets", row_offsets, torch.int64, "[N + 1]"),
+    ):
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name}: {field} must be {str(dtype)[6:]}, got {tensor.dtype}")
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name}: {field} must be contiguous {shape}, got {tuple(tensor.shape)}"
+            )
+    if row_offsets.shape[0] == 0:
+        raise ValueError(f"{name}: row_offsets must be [N + 1], got no entry")
+    if row_offsets.device != token_ids.device:
+        raise ValueError(
+            f"{name}: row_offsets on {row_offsets.device}, token_ids on {token_ids.device}"
+        )
+    check_row_ids(name, row_ids, "token_ids", token_ids)
+    if checks_values(row_ids):
+        rise = (row_offsets[:1] == 0).all() & (row_offsets[-1:] == token_ids.shape[0]).all()
+        rise = rise & (row_offsets.diff() >= 0).all()
+        check_values(rise, f"{name}: row_offsets must rise from 0 to the number of token_ids")
+        check_row_range(name, row_ids, row_offsets.shape[0] - 1)
