@@ -1,4 +1,4 @@
-"""``python -m packhorse demo | doctor``."""
+"""``python -m packhorse demo | doctor | warmup``."""
 
 import argparse
 import os
@@ -15,6 +15,7 @@ EXIT_REFUSED = 2
 COMMANDS = {
     "demo": "replay a rollout that vLLM sampled through a Megatron model, without and with replay",
     "doctor": "what is installed, what runs here, and what is missing for what",
+    "warmup": "compile what a training run will launch, before its first step",
 }
 
 
@@ -44,6 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         import numpy  # noqa: F401  before torch, which warns where it is absent
 
+        if command == "warmup":
+            from packhorse.replay import warmup
+
+            warmup.add_arguments(parser)
+            return warmup.run(parser.parse_args(given[1:]))
         from packhorse.replay import demo
 
         demo.add_arguments(parser)
@@ -52,7 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         package = (error.name or "").split(".")[0]
         if package in ("", "packhorse") or package in sys.stdlib_module_names:
             raise  # a broken installation, not an absent package
-        sys.stderr.write(f"packhorse demo: {package} is not installed: pip install {package}\n")
+        sys.stderr.write(
+            f"packhorse {command}: {package} is not installed: pip install {package}\n"
+        )
         return EXIT_REFUSED
 
 

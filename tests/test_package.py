@@ -220,6 +220,7 @@ def test_version_is_the_packages(capsys):
         (["ride"], "invalid choice: 'ride'"),
         (["doctor", "--cure"], "unrecognized arguments: --cure"),
         (["demo", "--break", "legs"], "invalid choice: 'legs'"),
+        (["warmup", "--topk", "8"], "required: --captured-layers, --experts"),
     ],
 )
 def test_an_unknown_command_or_option_is_refused(arguments, message, capsys):
