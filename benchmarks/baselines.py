@@ -133,16 +133,30 @@ def routes_by_id(
 
 
 def ragged_by_id(
-    values: Tensor, row_offsets: Tensor, row_ids: Tensor, width: int, fill: int
+    token_ids: Tensor, row_offsets: Tensor, row_ids: Tensor, total: int
+) -> tuple[Tensor, Tensor]:
+    """``gather_ragged_support``: the ids of the named rows, ``total`` in all, and their offsets."""
+    begins, counts = _row_bounds(row_offsets, row_ids)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    shift = torch.repeat_interleave(begins - offsets[:-1], counts, output_size=total)
+    return token_ids[shift + torch.arange(total, device=token_ids.device)], offsets
+
+
+def padded_by_id(
+    token_ids: Tensor, row_offsets: Tensor, row_ids: Tensor, width: int, fill: int
 ) -> Tensor:
-    """[M, width] of CSR rows: the columns of each row that exist, then ``fill``."""
-    rows = row_ids.clamp(min=0)
-    begin = row_offsets.index_select(0, rows).long()
-    counts = row_offsets.index_select(0, rows + 1).long() - begin
-    counts = torch.where(row_ids < 0, 0, counts)
-    columns = torch.arange(width, device=values.device)
+    """``pad_ragged_support``: [M, width], the ids of each row, then ``fill``."""
+    begins, counts = _row_bounds(row_offsets, row_ids)
+    columns = torch.arange(width, device=token_ids.device)
     present = columns < counts[:, None]
-    return torch.where(present, values[torch.where(present, begin[:, None] + columns, 0)], fill)
+    source = torch.where(present, begins[:, None] + columns, 0)
+    return torch.where(present, token_ids[source], fill)
+
+
+def _row_bounds(row_offsets: Tensor, row_ids: Tensor) -> tuple[Tensor, Tensor]:
+    rows = row_ids.clamp(min=0)
+    begins = row_offsets[rows]
+    return begins, torch.where(row_ids < 0, 0, row_offsets[rows + 1] - begins)
 
 
 def spread_experts(
