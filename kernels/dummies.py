@@ -50,11 +50,14 @@ def fill_dummy_routes_reference(
 
 @triton.jit(
     repr=kernel_name("fill_dummy_routes", "routes_ptr", "SPREAD"),
-    do_not_specialize=["num_units", "topk", "num_experts", "ep_size", "spread_offset"],
-)
+    do_not_specialize=[
+        "num_units", "num_layers", "topk", "num_experts", "ep_size", "spread_offset",
+    ],
+)  # fmt: skip
 def _fill_dummy_routes_kernel(
     routes_ptr,  # [J, M, K], contiguous
     num_units,  # M * K / UNIT
+    num_layers,  # J
     topk,  # K
     num_experts,  # E
     ep_size,
@@ -66,14 +69,16 @@ def _fill_dummy_routes_kernel(
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = tl.arange(0, BLOCK)
     if SPREAD:
+        # the walk has period E
         walked = ((begin + spread_offset) % num_experts).to(tl.int32) + offsets
-        experts = dealt_expert(walked % num_experts, num_experts, ep_size)
+        experts = dealt_expert(walked, num_experts, ep_size)
     else:
         experts = ((begin % topk).to(tl.int32) + offsets) % topk
     experts = experts.to(routes_ptr.dtype.element_ty)
-    layer = tl.program_id(1).to(tl.int64) * num_units * UNIT
-    left = (num_units - begin // UNIT) * UNIT  # UNIT divides BLOCK
-    tl.store(routes_ptr + layer + begin + offsets, experts, mask=offsets < left)
+    stored = offsets < (num_units - begin // UNIT) * UNIT  # UNIT divides BLOCK
+    stride_layer = num_units.to(tl.int64) * UNIT
+    for layer in range(0, num_layers):  # every layer holds the same
+        tl.store(routes_ptr + layer * stride_layer + begin + offsets, experts, mask=stored)
 
 
 _launch_fill_dummy_routes = Launcher(_fill_dummy_routes_kernel)
@@ -91,12 +96,12 @@ def _fill_dummy_routes_cuda(
     if routes.numel() == 0:
         return
     num_elements = num_ids * topk
-    if not spread:  # every layer holds the same rows, so all of them are one long layer
+    if not spread:  # then all layers are one long one
         num_elements, num_layers = num_elements * num_layers, 1
     unit = math.gcd(_UNIT_BYTES // routes.itemsize, num_elements)
     _launch_fill_dummy_routes(
-        ((num_elements + _BLOCK - 1) // _BLOCK, num_layers),
-        (routes, num_elements // unit, topk, num_experts, ep_size, spread_offset),
+        ((num_elements + _BLOCK - 1) // _BLOCK,),
+        (routes, num_elements // unit, num_layers, topk, num_experts, ep_size, spread_offset),
         (spread, unit, _BLOCK),
     )
 

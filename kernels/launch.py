@@ -11,15 +11,16 @@ Contract for a kernel: its parameters are pointers, then scalars, then constexpr
 in ``do_not_specialize``, since each new rollout length would compile again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 import triton
 from torch import Tensor
 
-#: Triton releases whose ``CompiledKernel.run`` takes the arguments given here.
+#: Triton releases whose launch takes the arguments given here.
 _KNOWN_LAUNCH: Final = triton.__version__.startswith("3.6.")
+_RUNTIME: Final = triton.knobs.runtime if _KNOWN_LAUNCH else None
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 
 _SHORT: Final = {"fp32": "f32", "fp64": "f64", "fp16": "f16", "i1": "u8"}
@@ -49,14 +50,16 @@ def kernel_name(verb_noun: str, *parameters: str) -> Callable[[Any], str]:
 
 
 class Launcher:
-    """``launch(grid, args, constants)`` of one ``triton.jit`` kernel.
+    """``launch(grid, args, constants)`` of one ``triton.jit`` kernel, whose pointers end in _ptr.
 
     Attributes:
-        num_compiled: kernels looked up so far; one more for each new specialisation.
+        kernel: what ``triton.jit`` made.
+        num_compiled: specialisations launched so far on a GPU.
     """
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
+        self._num_pointers = sum(name.endswith("_ptr") for name in kernel.arg_names)
         self._compiled: dict[Any, Any] = {}
 
     @property
@@ -66,62 +69,68 @@ class Launcher:
     def __call__(
         self,
         grid: tuple[int, ...],
-        args: Sequence[Tensor | int | None],
-        constants: Sequence[Any] = (),
+        args: tuple[Tensor | int | None, ...],
+        constants: tuple[Any, ...] = (),
         num_warps: int = 4,
     ) -> None:
         """Launch on the current stream of the device of ``args[0]``, a tensor.
 
         Args:
             grid: programs along each of one to three axes, each at least 1.
-            args: pointers and scalars, in the kernel's order.
+            args: pointers, then scalars, in the kernel's order.
             constants: its constexprs, in its order.
         """
-        first = args[0]
-        assert isinstance(first, Tensor)
+        first: Any = args[0]
         if not first.is_cuda:
             self.kernel[grid](*args, *constants, num_warps=num_warps)
             return
-        device = first.device.index
-        if device != torch.cuda.current_device():
+        device = first.get_device()
+        if device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 self(grid, args, constants, num_warps)
             return
-        if not _KNOWN_LAUNCH or _is_hooked():
-            self.kernel[grid](*args, *constants, num_warps=num_warps)
-            return
-        values: list[int | None] = []
-        key: list[Any] = [device, num_warps, *constants]
-        for arg in args:
-            if arg is None:
-                values.append(None)
-                key.append(None)
-            elif isinstance(arg, int):
-                values.append(arg)
-                key.append(_INT32_MIN <= arg <= _INT32_MAX)
-            else:
-                address = arg.data_ptr()
-                values.append(address)
-                key.append(arg.dtype if address & 15 else (arg.dtype,))
-        compiled = self._compiled.get(tuple(key))
-        if compiled is None:
-            self._compiled[tuple(key)] = self.kernel[grid](*args, *constants, num_warps=num_warps)
-            return
-        sizes = grid + (1,) * (3 - len(grid))
-        compiled.run(
-            *sizes,
-            torch._C._cuda_getCurrentRawStream(device),
-            compiled.function,
-            compiled.packed_metadata,
-            None,
-            None,
-            None,
-            *values,
-            *constants,
+        tensors: Any = args[: self._num_pointers]
+        scalars: Any = args[self._num_pointers :]
+        addresses = [None if t is None else t.data_ptr() for t in tensors]
+        key = (
+            device,
+            num_warps,
+            constants,
+            tuple([None if t is None else t.dtype for t in tensors]),
+            # what Triton specialises on: which pointers are aligned, which scalars need 64 bits
+            tuple([a is None or a & 15 == 0 for a in addresses]),
+            tuple([_INT32_MIN <= scalar <= _INT32_MAX for scalar in scalars]),
         )
+        launch = self._compiled.get(key)
+        if launch is None or _is_hooked():
+            compiled = self.kernel[grid](*args, *constants, num_warps=num_warps)
+            self._compiled[key] = _direct_launch(compiled)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        launch((*grid, 1, 1)[:3], stream, (*addresses, *scalars, *constants))
+
+
+def _direct_launch(compiled: Any) -> Callable[[tuple[int, ...], int, tuple[Any, ...]], None] | None:
+    """What Triton's launch ends in, without what it does before; None where that is not known."""
+    if not _KNOWN_LAUNCH:
+        return None
+    run = compiled.run
+    if type(run).__name__ != "CudaLauncher" or run.global_scratch_size or run.profile_scratch_size:
+        return None
+    launch, function, metadata = run.launch, compiled.function, compiled.packed_metadata
+    cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
+
+    def direct(grid: tuple[int, ...], stream: int, arguments: tuple[Any, ...]) -> None:
+        launch(
+            *grid, stream, function, cooperative, dependent, None, None, metadata, None, None, None,
+            *arguments,
+        )  # fmt: skip
+
+    return direct
 
 
 def _is_hooked() -> bool:
     """Whether something, such as a profiler of Triton's, asked to see each launch."""
-    runtime = triton.knobs.runtime
-    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+    if _RUNTIME is None:
+        return False
+    return bool(_RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls)

@@ -74,13 +74,41 @@ def position_in_sequence(local, local_length, cp_size, cp_rank, ZIGZAG: tl.const
     return position
 
 
+@triton.jit
+def sequences_of_slots(
+    offsets_ptr, slots, in_bounds, first_slot, num_sequences,
+    BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M] of each slot the last sequence whose offset is <= slot, so empty ones are passed.
+
+    The slots of a block are ``first_slot`` and those after it. One pass over the offsets finds the
+    sequences of the first and of the last; what is left between them is searched slot by slot.
+    """
+    low = 0
+    high = 0
+    for begin in range(0, num_sequences - 1, BLOCK_B):
+        sequence = begin + 1 + tl.arange(0, BLOCK_B)
+        there = sequence < num_sequences
+        offset = tl.load(offsets_ptr + sequence, mask=there, other=0)
+        low += tl.sum((there & (offset <= first_slot)).to(tl.int32))
+        high += tl.sum((there & (offset - first_slot < BLOCK_M)).to(tl.int32))
+    span = high - low
+    lows = tl.zeros([BLOCK_M], dtype=tl.int32) + low
+    highs = lows + span
+    while span > 0:
+        middle = (lows + highs + 1) // 2
+        begins = tl.load(offsets_ptr + middle, mask=in_bounds, other=0) <= slots
+        lows = tl.where(begins, middle, lows)
+        highs = tl.where(begins, highs, middle - 1)
+        span = span // 2
+    return lows
+
+
 @triton.jit(
     repr=kernel_name("make_row_ids", "ZIGZAG", "POSITION_MAJOR"),
-    do_not_specialize=[
-        "num_ids", "first_id", "num_sequences", "num_steps", "cp_size", "cp_rank", "shift",
-    ],
+    do_not_specialize=["num_ids", "first_id", "num_sequences", "cp_size", "cp_rank", "shift"],
     do_not_specialize_on_alignment=["offsets_ptr", "segments_ptr"],
-)  # fmt: skip
+)
 def _make_row_ids_kernel(
     offsets_ptr,  # [B + 1] int32; with POSITION_MAJOR [2]: 0, tokens of a sequence on this rank
     segments_ptr,  # [3, B] int32: bases, counts, starts
@@ -88,16 +116,17 @@ def _make_row_ids_kernel(
     num_ids,  # M
     first_id,  # slot of row_ids[0]
     num_sequences,  # B
-    num_steps,  # of the binary search: 2**num_steps >= B
     cp_size,
     cp_rank,
     shift,
     ZIGZAG: tl.constexpr,
     POSITION_MAJOR: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_B: tl.constexpr,
 ):
     # int64 for the bound and the address: the last block may pass 2**31 slots
-    ids = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    begin = tl.program_id(0).to(tl.int64) * BLOCK_M
+    ids = begin + tl.arange(0, BLOCK_M)
     in_bounds = ids < num_ids
     slots = tl.where(in_bounds, ids + first_id, 0).to(tl.int32)
     if POSITION_MAJOR:
@@ -105,18 +134,13 @@ def _make_row_ids_kernel(
         local = slots // num_sequences
         local_length = tl.load(offsets_ptr + 1)
     else:
-        # the last sequence whose offset is <= slot: empty sequences are stepped over
-        low = tl.zeros([BLOCK_M], dtype=tl.int32)
-        high = low + num_sequences - 1
-        for _ in range(0, num_steps):
-            middle = (low + high + 1) // 2
-            begins = tl.load(offsets_ptr + middle, mask=in_bounds, other=0) <= slots
-            low = tl.where(begins, middle, low)
-            high = tl.where(begins, high, middle - 1)
-        sequence = low
-        begin = tl.load(offsets_ptr + sequence, mask=in_bounds, other=0)
-        local = slots - begin
-        local_length = tl.load(offsets_ptr + sequence + 1, mask=in_bounds, other=0) - begin
+        sequence = sequences_of_slots(
+            offsets_ptr, slots, in_bounds, (begin + first_id).to(tl.int32), num_sequences,
+            BLOCK_M, BLOCK_B,
+        )  # fmt: skip
+        begins = tl.load(offsets_ptr + sequence, mask=in_bounds, other=0)
+        local = slots - begins
+        local_length = tl.load(offsets_ptr + sequence + 1, mask=in_bounds, other=0) - begins
     position = position_in_sequence(local, local_length, cp_size, cp_rank, ZIGZAG)
     base = tl.load(segments_ptr + sequence, mask=in_bounds, other=0)
     count = tl.load(segments_ptr + num_sequences + sequence, mask=in_bounds, other=0)
@@ -128,7 +152,8 @@ def _make_row_ids_kernel(
 
 _launch_make_row_ids = Launcher(_make_row_ids_kernel)
 
-_BLOCK_M = 512
+_BLOCK_M = 256
+_BLOCK_B = 1024
 
 
 def _row_ids_cuda(
@@ -149,10 +174,9 @@ def _row_ids_cuda(
     _launch_make_row_ids(
         ((num_ids + _BLOCK_M - 1) // _BLOCK_M,),
         (
-            offsets, segments, out, num_ids, first_id, num_sequences,
-            (num_sequences - 1).bit_length(), cp_size, cp_rank, shift,
+            offsets, segments, out, num_ids, first_id, num_sequences, cp_size, cp_rank, shift,
         ),
-        (zigzag, position_major, _BLOCK_M),
+        (zigzag, position_major, _BLOCK_M, _BLOCK_B),
     )  # fmt: skip
     return out
 

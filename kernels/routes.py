@@ -75,9 +75,10 @@ def gather_routes_reference(
 
 @triton.jit
 def dealt_expert(assignment, num_experts, ep_size):
-    """Expert of a dummy assignment in [0, 2 E): one expert-parallel rank after another."""
+    """Expert of a dummy assignment >= 0: one expert-parallel rank after another."""
     per_rank = num_experts // ep_size
-    return (assignment % ep_size) * per_rank + (assignment // ep_size) % per_rank
+    turn = assignment // ep_size
+    return (assignment - turn * ep_size) * per_rank + turn % per_rank
 
 
 @triton.jit(
@@ -184,7 +185,7 @@ def _gather_routes_kernel(
 _launch_gather_routes = Launcher(_gather_routes_kernel)
 
 _UNIT_BYTES = 16
-_RUN = 128  # elements of a row that one program reads
+_RUNS = (256, 128)  # elements of a row that one program reads
 _TILE = 4096
 _STRIDED_TILE = 2048  # strided reads hold an int64 address an element
 
@@ -227,7 +228,7 @@ def _gather_routes_cuda(
         first_layer = first_layer * topk // unit
     else:
         unit = math.gcd(most, stride_row, stride_layer)
-    block_l = max(1, min(_RUN // block_k, 1 << (num_layers - 1).bit_length()))
+    block_l = _layers_of_a_program(num_layers, block_k)
     block_m = max(16, (_TILE if packed_row else _STRIDED_TILE) // (block_l * block_k))
     _launch_gather_routes(
         ((num_ids + block_m - 1) // block_m, (num_layers + block_l - 1) // block_l),
@@ -237,8 +238,16 @@ def _gather_routes_cuda(
             spread_offset,
         ),
         (topk, unit, packed_row, num_layers % block_l == 0, block_m, block_l, block_k),
+        num_warps=8,
     )  # fmt: skip
     return out, mask.view(torch.bool)
+
+
+def _layers_of_a_program(num_layers: int, block_k: int) -> int:
+    """A power of 2: the longest run of ``_RUNS`` among those that leave the fewest layers idle."""
+    most = 1 << (num_layers - 1).bit_length()
+    choices = [max(1, min(run // block_k, most)) for run in _RUNS]
+    return min(choices, key=lambda block_l: -(-num_layers // block_l) * block_l)
 
 
 # --- operator -------------------------------------------------------------------------------------

@@ -32,6 +32,8 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
 }
+#: Compiled for as well; their machine code is not disassembled.
+AMD_TARGETS = {"gfx942": GPUTarget("hip", "gfx942", 64)}
 
 
 # --- compiling ------------------------------------------------------------------------------------
@@ -72,7 +74,7 @@ def compile_for(
         else:
             raise TypeError(f"compile_for: {name} is a {type(value).__name__}")
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=TARGETS[target], options=options)
+    return triton.compile(source, target=(TARGETS | AMD_TARGETS)[target], options=options)
 
 
 class _AbsentGPU(DriverBase):
@@ -117,7 +119,7 @@ def compile_only(target: str) -> Iterator[list[CompiledKernel]]:
         compiled.append(kernel)
         return kernel
 
-    triton.runtime.driver.set_active(_AbsentGPU(TARGETS[target]))
+    triton.runtime.driver.set_active(_AbsentGPU((TARGETS | AMD_TARGETS)[target]))
     JITFunction.run = compile_and_keep
     try:
         yield compiled
@@ -185,3 +187,11 @@ def report(kernel: CompiledKernel) -> Report:
         shared_bytes=metadata.shared,
         accesses=accesses,
     )
+
+
+def amd_spills(kernel: CompiledKernel) -> int:
+    """Vector and scalar registers that a kernel compiled for an AMD target spills."""
+    counts = re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"])
+    if not counts:
+        raise RuntimeError(f"amd_spills: {kernel.metadata.name} names no spill count")
+    return sum(map(int, counts))
