@@ -7,6 +7,7 @@ output (constant), or computes the walk once and copies it to each layer (spread
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from baselines import spread_experts
@@ -22,7 +23,7 @@ def shape(
 ) -> Callable[[], Case]:
     def build() -> Case:
         device, rows = setting.device, setting.size(num_rows)
-        keywords = {"dummy": "spread", "ep_size": EP} if spread else {}
+        keywords: dict[str, Any] = {"dummy": "spread", "ep_size": EP} if spread else {}
         missing = torch.ones(rows, dtype=torch.bool, device=device)
         row = torch.arange(TOPK, device=device)
         bytes_moved = num_layers * rows * TOPK * dtype.itemsize

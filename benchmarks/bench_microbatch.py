@@ -10,6 +10,7 @@ routes of the delivered layers read once, the ids, the mask and the row ids writ
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from baselines import offsets_of, routes_loop
@@ -50,7 +51,7 @@ def shape(
         table = torch.tensor(list(layers), device=device)
         dummy_row = torch.arange(TOPK, device=device)
         parallel = {"cp_size": cp_size, "cp_rank": cp_rank, "tp_size": tp_size, "tp_rank": tp_rank}
-        keywords = {**parallel, "sequence_parallel": tp_size > 1, "device": device}
+        keywords: dict[str, Any] = {**parallel, "sequence_parallel": tp_size > 1, "device": device}
         layout = TokenLayout.build(lengths, **keywords)
         local = [length // cp_size for length in padded]
         offsets = torch.tensor(offsets_of(local), dtype=torch.int32, device=device)

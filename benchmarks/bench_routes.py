@@ -7,6 +7,7 @@ slot, the ids and the mask written once. ``torch`` has the same row ids and work
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from baselines import offsets_of, routes_by_id, shard_sequences, spread_experts
@@ -75,11 +76,11 @@ def shape(
         routes = [random_routes(sum(captured), captured_layers, experts, source, device)]
         routes += [((routes[0].to(I32) + i) % experts).to(source) for i in range(1, num_sets)]
         table = torch.tensor(list(layers), device=device)
+        keywords: dict[str, Any] = {}
+        dummies = torch.arange(TOPK, device=device)
         if spread_ep:
             keywords = {"dummy": "spread", "ep_size": spread_ep}
             dummies = spread_experts(row_ids < 0, TOPK, experts, spread_ep)
-        else:
-            keywords, dummies = {}, torch.arange(TOPK, device=device)
 
         def ours(i):
             return gather_routes(
