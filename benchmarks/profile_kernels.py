@@ -1,0 +1,104 @@
+"""What a profiler runs: each kernel once, warm, at the shape that a benchmark measures.
+
+    python benchmarks/profile_kernels.py [--only REGEX] [--cases cases.jsonl] [--dry]
+
+Each case is first called until nothing is compiled any more, then once between cudaProfilerStart
+and cudaProfilerStop, inside an NVTX range named as the case; ``ncu --profile-from-start off`` sees
+that call alone. ``--cases`` writes a line a case: its kernels of ours in the order of their
+launches, and the fewest bytes it can move, both for ``ncu_table.py``. The ranges of the cases are
+torch's, which needs no package; those of packhorse appear inside them where ``nvtx`` is installed.
+``--dry`` calls each case at 1/100 of its size on the CPU.
+"""
+
+import argparse
+import importlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+from harness import DRY, Case, Setting, environment
+
+#: (script, case) of the benchmarks: each kernel at least once, and in each form that differs much
+PROFILED = (
+    ("bench_routes", "32 of 2k-8k, 48x8 uint8 -> int32"),
+    ("bench_routes", "32 of 2k-8k, 48x8 int16 -> int32, E 384"),
+    ("bench_routes", "32 of 2k-8k, 48x8 uint8 -> int64"),
+    ("bench_routes", "16 of 4k, 4 of 61x8 uint8 -> int32"),
+    ("bench_routes", "32 of 2k-8k, 48x8 uint8, 10% spread dummies"),
+    ("bench_layout", "B 32, CP 1"),
+    ("bench_layout", "B 1024, CP 4"),
+    ("bench_rows", "gather, routes 48x8 uint8, 0% missing"),
+    ("bench_rows", "scatter, routes 48x8 uint8, 0% missing"),
+    ("bench_rows", "gather, hidden 2048 bf16, 0% missing"),
+    ("bench_support", "177k x 20 int32"),
+    ("bench_support", "177k rows, CSR, mean 8"),
+    ("bench_support", "177k rows, CSR of up to 64 -> [M, 64]"),
+    ("bench_dummies", "constant, 48 x 64k x 8 int32, 101 MB"),
+    ("bench_dummies", "spread, 48 x 64k x 8 int32, 101 MB"),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="cases whose name this regular expression finds")
+    parser.add_argument("--cases", help="write a JSON line a case to this file")
+    parser.add_argument("--dry", action="store_true", help="small, on the CPU, without a profiler")
+    args = parser.parse_args()
+    if not args.dry and not torch.cuda.is_available():
+        sys.stderr.write("profile_kernels: no GPU here, so nothing to profile (--dry runs small)\n")
+        return 1
+    setting = DRY if args.dry else Setting()
+    wanted = [(s, name) for s, name in PROFILED if re.search(args.only, f"{s}: {name}")]
+    lines = []
+    for script, name in wanted:
+        build = importlib.import_module(script).cases(setting)[name]
+        lines.append(profile(f"{script.removeprefix('bench_')}: {name}", build, args.dry))
+        print(lines[-1]["case"], *lines[-1]["kernels"], sep="\n    ", flush=True)
+    if args.cases:
+        with open(args.cases, "w") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+    return 0 if lines else 1
+
+
+def profile(name: str, build: Callable[[], Case], dry: bool) -> dict[str, Any]:
+    """Run one case, and say what a profiler saw of it."""
+    case = build()
+    call = next(iter(case.providers.values()))  # the first is ours
+    with launched_kernels() as kernels:
+        call(0)
+    for _ in range(2):
+        call(0)
+    if not dry:
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        with torch.cuda.nvtx.range(name.replace("{", "(").replace("}", ")")):
+            call(0)
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+    line = {"case": name, "kernels": kernels, "bytes": case.bytes_moved}
+    return line if dry else {**line, "environment": environment()}
+
+
+@contextmanager
+def launched_kernels() -> Iterator[list[str]]:
+    """Names of the Triton kernels that are launched meanwhile."""
+    names: list[str] = []
+
+    def note(metadata: Any) -> None:
+        names.append(metadata.get()["name"])
+
+    hooks = triton.knobs.runtime.launch_enter_hook
+    hooks.add(note)
+    try:
+        yield names
+    finally:
+        hooks.remove(note)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
