@@ -109,7 +109,7 @@ def gather_routes(
         )  # fmt: skip
 
     # a program's row ids are as many bytes as what it loads 16 bytes at a time
-    loads = (load_bits, 0.4 if load_bits == 128 else 0.9)
+    loads = (load_bits, 0.35 if load_bits == 128 else 0.9)
     return Launch("_gather_routes_kernel", run, registers, loads, (store_bits, 0.9))
 
 
