@@ -27,6 +27,7 @@ from torch import Tensor
 
 from packhorse._nvtx import ranged
 from packhorse.kernels.routes import Dummy
+from packhorse.kernels.support_rows import gather_ragged_support, pad_ragged_support
 from packhorse.packed.collate import routes_dtype as fitting_routes_dtype
 from packhorse.packed.tensor import PackedTensor
 from packhorse.replay.device_rows import MicrobatchRows
@@ -113,6 +114,7 @@ def warmup(
     dummy: Dummy = "constant",
     ep_size: int = 1,
     support_width: int | None = None,
+    ragged_support: bool = False,
     logits_dtype: torch.dtype = torch.float32,
     vocab_size: int | None = None,
     dense_dtypes: Sequence[torch.dtype] = (torch.float32, torch.int64, torch.bool),
@@ -136,6 +138,8 @@ def warmup(
             not matter: nothing is compiled for one of them.
         dummy, ep_size: as in ``gather_routes``.
         support_width: C of ``rollout_sample_support``; None: scored over the whole vocabulary.
+        ragged_support: support rows of different widths too: ``gather_ragged_support``, and
+            ``pad_ragged_support`` to ``support_width``.
         logits_dtype: of the model's logits on this rank.
         vocab_size: columns of the logits, where appended tokens are scored over all of them
             (``score_microbatch(appended=...)``); None: there are none.
@@ -193,6 +197,7 @@ def warmup(
         dummy=dummy,
         ep_size=ep_size,
         support_width=support_width,
+        ragged_support=ragged_support,
         logits_dtype=logits_dtype,
         vocab_size=vocab_size,
         dense_dtypes=tuple(dense_dtypes),
@@ -237,6 +242,7 @@ class _Settings:
     dummy: Dummy
     ep_size: int
     support_width: int | None
+    ragged_support: bool
     logits_dtype: torch.dtype
     vocab_size: int | None
     dense_dtypes: tuple[torch.dtype, ...]
@@ -251,6 +257,8 @@ class _Settings:
             for dtype in self.dense_dtypes:
                 self._move_dense(layout, dtype)
             self._score(layout)
+            if self.ragged_support:
+                self._gather_ragged(layout)
             wait()
         return WarmupReport(time.perf_counter() - begin, tuple(kernels))
 
@@ -323,6 +331,15 @@ class _Settings:
         )
         (scores.logprobs.values + scores.entropy.values).sum().backward()
 
+    def _gather_ragged(self, layout: TokenLayout) -> None:
+        num_rows = sum(_RESPONSES)
+        ids = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
+        offsets = torch.arange(num_rows + 1, device=self.device)
+        row_ids = layout.support_row_ids(_RESPONSES)
+        gather_ragged_support(ids, offsets, row_ids)
+        if self.support_width is not None:
+            pad_ragged_support(ids, offsets, row_ids, width=self.support_width)
+
 
 @contextmanager
 def _compilations() -> Iterator[list[WarmKernel]]:
@@ -371,6 +388,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dummy", choices=("constant", "spread"), default="constant")
     add("--ep-size", type=int, default=1)
     add("--support-width", type=int, metavar="C", help="candidates of a support row")
+    add("--ragged-support", action="store_true", help="support rows of different widths too")
     add("--logits-dtype", type=_dtype, default=torch.float32, help="float32 by default")
     add("--vocab-size", type=int, metavar="V", help="logits' columns, where tokens are appended")
     add(

@@ -27,6 +27,7 @@ from torch import Tensor
 import packhorse.kernels
 from packhorse.__main__ import main
 from packhorse.kernels.launch import Launcher
+from packhorse.kernels.support_rows import gather_ragged_support, pad_ragged_support
 from packhorse.packed.tensor import PackedTensor
 from packhorse.replay import warmup as module
 from packhorse.replay.device_rows import MicrobatchRows
@@ -44,7 +45,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "48x8 of 128, thd, TP 2 with sequence parallel, CP 2, support of 20": {
         "num_captured_layers": 48, "topk": 8, "num_experts": 128,
         "tp_size": 2, "cp_size": 2, "sequence_parallel": True,
-        "support_width": 20, "logits_dtype": torch.bfloat16, "vocab_size": 151_936,
+        "support_width": 20, "ragged_support": True,
+        "logits_dtype": torch.bfloat16, "vocab_size": 151_936,
     },
     "8 of 61x8 of 384, thd, CP 4 contiguous, spread, int64": {
         "num_captured_layers": 61, "topk": 8, "num_experts": 384, "layers": range(17, 25),
@@ -148,6 +150,13 @@ def score(layout: TokenLayout, responses: list[int], settings: dict[str, Any]) -
         logits, layout, tokens, support, response_lengths=responses, appended=appended
     )
     scores.logprobs.values.sum().backward()
+    if settings.get("ragged_support"):
+        assert width is not None
+        ids = torch.zeros(sum(responses) * 3, dtype=torch.int32, device=layout.device)
+        offsets = torch.arange(sum(responses) + 1, device=layout.device) * 3
+        row_ids = layout.support_row_ids(responses)
+        gather_ragged_support(ids, offsets, row_ids, capacity=len(ids) + 5)
+        pad_ragged_support(ids, offsets, row_ids, width=width)
 
 
 # --- a GPU that is not there ----------------------------------------------------------------------
