@@ -95,7 +95,7 @@ def _gather_routes_kernel(
     layers_ptr,  # [J] int32, or None: first_layer + layer_step * j
     missing_ptr,  # [M] int64 missing rows up to and with each slot, or None: constant dummies
     topk_ids_ptr,  # [J, M, K] int32 | int64
-    mask_ptr,  # [M] uint8
+    mask_ptr,  # [M] bool
     num_ids,  # M
     first_layer,  # PACKED_ROW: first_layer * K, in units
     layer_step,
@@ -120,7 +120,7 @@ def _gather_routes_kernel(
     present = rows >= 0
     layer_begin = tl.program_id(1) * BLOCK_L
     if tl.program_id(1) == 0:
-        tl.store(mask_ptr + slots, (rows < 0).to(tl.uint8), mask=slot_mask)
+        tl.store(mask_ptr + slots, rows < 0, mask=slot_mask)
 
     if PACKED_ROW:
         # a row's layers are one run of BLOCK_L * K elements: wide loads, then one transpose
@@ -207,9 +207,9 @@ def _gather_routes_cuda(
     if routes.stride(2) != 1 and topk > 1:
         routes = routes.contiguous()
     out = routes.new_empty((num_layers, num_ids, topk), dtype=dtype)
-    mask = routes.new_empty(num_ids, dtype=torch.uint8)
+    mask = routes.new_empty(num_ids, dtype=torch.bool)
     if num_ids == 0:
-        return out, mask.view(torch.bool)
+        return out, mask
     if num_layers == 0 or topk == 0:
         return out, row_ids < 0
     missing = (row_ids < 0).cumsum(0) if spread else None
@@ -240,7 +240,7 @@ def _gather_routes_cuda(
         (topk, unit, packed_row, num_layers % block_l == 0, block_m, block_l, block_k),
         num_warps=8,
     )  # fmt: skip
-    return out, mask.view(torch.bool)
+    return out, mask
 
 
 def _layers_of_a_program(num_layers: int, block_k: int) -> int:

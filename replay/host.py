@@ -118,21 +118,3 @@ def host_masks(
 
 def offsets_of(lengths: Sequence[int]) -> tuple[int, ...]:
     return tuple(itertools.accumulate(lengths, initial=0))
-
-
-def host_tables(
-    tables: Sequence[np.ndarray], device: torch.device, *, only_stage: bool = False
-) -> tuple[Tensor, ...]:
-    """Each of ``tables`` as int32 on ``device``, by one asynchronous copy of all of them; with
-    ``only_stage`` still on the host, in memory that such a copy may read."""
-    sizes = [table.size for table in tables]
-    staged = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
-    flat, begin = staged.numpy(), 0
-    for table, size in zip(tables, sizes, strict=True):
-        flat[begin : begin + size] = table.reshape(-1)
-        begin += size
-    placed = staged if only_stage else staged.to(device, non_blocking=True)
-    if len(tables) == 1:
-        return (placed.view(tables[0].shape),)
-    parts = placed.split(sizes)
-    return tuple(part.view(table.shape) for part, table in zip(parts, tables, strict=True))

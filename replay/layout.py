@@ -28,7 +28,7 @@ from packhorse.kernels.routes import Dummy, gather_routes
 from packhorse.packed.host import INT32_MAX
 from packhorse.packed.tensor import PackedTensor
 from packhorse.replay import align as _align
-from packhorse.replay.host import HostInts, host_array, host_tables, is_int, offsets_of
+from packhorse.replay.host import HostInts, host_array, is_int, offsets_of
 from packhorse.replay.layout_checks import (
     Fp8,
     check_fp8,
@@ -36,6 +36,7 @@ from packhorse.replay.layout_checks import (
     check_slice,
     place_columns,
 )
+from packhorse.replay.staging import to_device
 
 
 class RankRoutes(NamedTuple):
@@ -271,6 +272,7 @@ class TokenLayout:
         Raises:
             TypeError: a field is not of host integers.
             ValueError: counts differ, or rows lie outside a trajectory; names it.
+            RuntimeError: the stream is captured into a CUDA graph; see ``StaticRowIds``.
         """
         name = "TokenLayout.row_ids"
         counts = self._per_trajectory(name, "segment_lengths", segment_lengths)
@@ -449,7 +451,7 @@ class TokenLayout:
     @cached_property
     def _offsets(self) -> Tensor:
         """[B + 1] int32 on the device, or [2]: ``offsets`` of ``make_row_ids``."""
-        (offsets,) = host_tables((self._host_offsets(),), self.device)
+        (offsets,) = to_device((self._host_offsets(),), self.device)
         return offsets
 
     def _host_offsets(self) -> np.ndarray:
@@ -460,7 +462,7 @@ class TokenLayout:
         return offsets
 
     def _table(self, rows: Sequence[Sequence[int] | np.ndarray], width: int) -> Tensor:
-        (table,) = host_tables((self._stacked(rows, width),), self.device)
+        (table,) = to_device((self._stacked(rows, width),), self.device)
         return table
 
     @staticmethod
@@ -541,9 +543,9 @@ class TokenLayout:
             num_ids //= self.tp_size
             first_id = num_ids * self.tp_rank
         if "_offsets" in self.__dict__:
-            (segments,) = host_tables((rows,), self.device)
+            (segments,) = to_device((rows,), self.device)
         else:  # both cross in one copy
-            offsets, segments = host_tables((self._host_offsets(), rows), self.device)
+            offsets, segments = to_device((self._host_offsets(), rows), self.device)
             self.__dict__["_offsets"] = offsets
         # the operator itself: what make_row_ids checks holds by construction
         return row_ids_op(

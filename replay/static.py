@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from packhorse.kernels.layout import row_ids_op
-from packhorse.replay.host import HostInts, host_tables, is_int
+from packhorse.replay.host import HostInts, is_int
 from packhorse.replay.layout import TokenLayout
+from packhorse.replay.staging import copy_into
 
 #: What a graph cannot change: properties of a layout that must stay.
 _GEOMETRY = (
@@ -92,9 +93,7 @@ class StaticRowIds:
         # empty sequences at the end take no slot, and the last of them every slot that is left
         offsets = np.pad(offsets, (0, self._num_offsets - offsets.size), mode="edge")
         segments = np.pad(segments, ((0, 0), (0, self._width - num_sequences)))
-        tables = np.concatenate([offsets, segments.reshape(-1)])
-        (staged,) = host_tables((tables,), self._layout.device, only_stage=True)
-        self._tables.copy_(staged, non_blocking=True)
+        copy_into(self._tables, (offsets, segments))
 
     def row_ids(self) -> Tensor:
         """[num_rank_tokens] int64, -1: no row. Captured in a graph, it follows ``update``."""
