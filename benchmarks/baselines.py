@@ -167,3 +167,61 @@ def spread_experts(
     walk = ordinal[:, None] * topk + torch.arange(topk, device=missing.device) + offset
     per_rank = num_experts // ep_size
     return (walk % ep_size) * per_rank + (walk // ep_size) % per_rank
+
+
+# --- faults: each cell has the first that holds ---------------------------------------------------
+
+
+def route_faults(routes: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """``validate_routes``: counts and first cells of missing, partly missing, outside, all zero,
+    repeated."""
+    ids = routes.int().flatten(0, 1)
+    missing = ids == -1
+    in_order = ids.sort(1).values
+    zero = (ids == 0).all(1) & (ids.shape[1] > 1)
+    outside = ((ids < 0) | (ids >= num_experts)).any(1)
+    repeated = (in_order[:, 1:] == in_order[:, :-1]).any(1)
+    return _faults([missing.all(1), missing.any(1), outside, zero, repeated])
+
+
+def support_faults(support: Tensor, sampled: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """``validate_support``: of outside, not compacted, repeated, sampled id missing."""
+    named = support != -1
+    in_order = support.sort(1).values
+    outside = (named & ((support < 0) | (support >= vocab_size))).any(1)
+    gap = (named[:, 1:] & ~named[:, :-1]).any(1)
+    repeated = ((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] != -1)).any(1)
+    lost = named.any(1) & ~(support == sampled[:, None]).any(1)
+    return _faults([outside, gap, repeated, lost])
+
+
+def ragged_support_faults(
+    token_ids: Tensor, row_offsets: Tensor, sampled: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """``validate_ragged_support``: the same of rows of different widths."""
+    counts = row_offsets.diff()
+    rows = torch.arange(counts.shape[0], device=counts.device)
+    row = rows.repeat_interleave(counts, output_size=token_ids.shape[0])
+    keys = (row * 2**32 + token_ids).sort().values
+    twice = row[1:][keys[1:] == keys[:-1]]
+
+    def rows_with(found: Tensor) -> Tensor:
+        held = torch.zeros_like(counts, dtype=torch.bool)
+        held[found] = True
+        return held
+
+    outside = rows_with(row[(token_ids < 0) | (token_ids >= vocab_size)])
+    kept = rows_with(row[token_ids == sampled[row]])
+    return _faults([outside, torch.zeros_like(outside), rows_with(twice), (counts > 0) & ~kept])
+
+
+def _faults(holds: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    cells = torch.arange(holds[0].shape[0], device=holds[0].device)
+    free = torch.ones_like(holds[0])
+    counts, first = [], []
+    for fault in holds:
+        found = fault & free
+        free &= ~fault
+        counts.append(found.sum())
+        first.append(torch.where(found, cells, 2**63 - 1).min())
+    return torch.stack(counts), torch.stack(first)
