@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from packhorse.kernels.launch import Launcher, kernel_name
+from packhorse.kernels.launch import Launcher, called_directly, kernel_name
 
 # --- reference: the specification, and what CPU tensors run ---------------------------------------
 
@@ -200,7 +200,7 @@ def _row_ids_fake(
 
 
 #: the operator without the checks of ``make_row_ids``
-row_ids_op = torch.ops.packhorse.row_ids.default
+row_ids_op = called_directly(torch.ops.packhorse.row_ids.default, _row_ids_cuda)
 
 
 # --- public API -----------------------------------------------------------------------------------

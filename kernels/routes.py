@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from packhorse.kernels.launch import Launcher, kernel_name
+from packhorse.kernels.launch import Launcher, called_directly, kernel_name
 from packhorse.kernels.rows import (
     check_row_ids,
     check_row_range,
@@ -105,13 +105,12 @@ def _gather_routes_kernel(
     num_experts,  # E
     ep_size,
     spread_offset,
-    TOPK: tl.constexpr,  # K
+    TOPK: tl.constexpr,  # K, a power of 2
     UNIT: tl.constexpr,  # elements that stand aligned together, 16 bytes where the routes allow
-    PACKED_ROW: tl.constexpr,  # layers stand one after another in a row, K is a power of 2
+    PACKED_ROW: tl.constexpr,  # layers stand one after another in a row
     EVEN_LAYERS: tl.constexpr,  # BLOCK_L divides J
     BLOCK_M: tl.constexpr,
     BLOCK_L: tl.constexpr,
-    BLOCK_K: tl.constexpr,
 ):
     slot_begin = tl.program_id(0).to(tl.int64) * BLOCK_M
     slots = slot_begin + tl.arange(0, BLOCK_M)
@@ -124,18 +123,18 @@ def _gather_routes_kernel(
 
     if PACKED_ROW:
         # a row's layers are one run of BLOCK_L * K elements: wide loads, then one transpose
-        cols = tl.arange(0, BLOCK_L * BLOCK_K)
-        run_begin = first_layer.to(tl.int64) * UNIT + layer_begin * BLOCK_K
+        cols = tl.arange(0, BLOCK_L * TOPK)
+        run_begin = first_layer.to(tl.int64) * UNIT + layer_begin * TOPK
         src = (rows * stride_routes_row)[:, None] * UNIT + (run_begin + cols)[None, :]
         wanted = present[:, None]
         if not EVEN_LAYERS:
-            wanted = wanted & (layer_begin * BLOCK_K + cols < num_layers * BLOCK_K)[None, :]
+            wanted = wanted & (layer_begin * TOPK + cols < num_layers * TOPK)[None, :]
         values = tl.load(routes_ptr + src, mask=wanted, other=0)
-        values = tl.reshape(values, [BLOCK_M, BLOCK_L, BLOCK_K])
+        values = tl.reshape(values, [BLOCK_M, BLOCK_L, TOPK])
         values = tl.permute(values, (1, 0, 2))  # [BLOCK_L, BLOCK_M, K]
     else:
         layer = layer_begin + tl.arange(0, BLOCK_L)
-        k = tl.arange(0, BLOCK_K)
+        k = tl.arange(0, TOPK)
         if layers_ptr is None:
             captured = first_layer + layer_step * layer
         else:
@@ -145,49 +144,109 @@ def _gather_routes_kernel(
             + (captured.to(tl.int64) * stride_routes_layer)[:, None, None]
         ) * UNIT + k[None, None, :]
         wanted = present[None, :, None] & (layer < num_layers)[:, None, None]
-        if BLOCK_K != TOPK:
-            wanted = wanted & (k < TOPK)[None, None, :]
         values = tl.load(routes_ptr + src, mask=wanted, other=0)
 
     values = values.to(topk_ids_ptr.dtype.element_ty)
-    k = tl.arange(0, BLOCK_K)
+    k = tl.arange(0, TOPK)
     if missing_ptr is None:
-        dummies = tl.broadcast_to(k[None, :], [BLOCK_M, BLOCK_K])
+        dummies = tl.broadcast_to(k[None, :], [BLOCK_M, TOPK])
     else:
-        ordinals = tl.load(missing_ptr + slots, mask=slot_mask, other=1) - 1
-        # the walk has period E, and K <= E; a slot with a row may hold -1 here
-        begins = (ordinals * TOPK + spread_offset) % num_experts
-        dummies = dealt_expert(begins.to(tl.int32)[:, None] + k[None, :], num_experts, ep_size)
+        dummies = tl.zeros([BLOCK_M, TOPK], dtype=tl.int32)
+        if tl.max((rows < 0).to(tl.int32)) > 0:  # most programs have no row missing
+            ordinals = tl.load(missing_ptr + slots, mask=slot_mask, other=1) - 1
+            # the walk has period E, and K <= E; a slot with a row may hold -1 here
+            begins = (ordinals * TOPK + spread_offset) % num_experts
+            dummies = dealt_expert(begins.to(tl.int32)[:, None] + k[None, :], num_experts, ep_size)
     dummies = dummies.to(values.dtype)
     values = tl.where(present[None, :, None], values, dummies[None, :, :])
 
     layer = layer_begin + tl.arange(0, BLOCK_L)
-    if BLOCK_K == TOPK:
-        # one layer's tokens are one run of BLOCK_M * K elements
-        values = tl.reshape(values, [BLOCK_L, BLOCK_M * BLOCK_K])
-        cols = tl.arange(0, BLOCK_M * BLOCK_K)
-        left = (num_ids - slot_begin) * BLOCK_K
-        dst = (layer.to(tl.int64) * num_ids + slot_begin)[:, None] * BLOCK_K + cols[None, :]
-        stored = (layer < num_layers)[:, None] & (cols < left)[None, :]
-        tl.store(topk_ids_ptr + dst, values, mask=stored)
+    # one layer's tokens are one run of BLOCK_M * K elements
+    values = tl.reshape(values, [BLOCK_L, BLOCK_M * TOPK])
+    cols = tl.arange(0, BLOCK_M * TOPK)
+    left = (num_ids - slot_begin) * TOPK
+    dst = (layer.to(tl.int64) * num_ids + slot_begin)[:, None] * TOPK + cols[None, :]
+    stored = (layer < num_layers)[:, None] & (cols < left)[None, :]
+    tl.store(topk_ids_ptr + dst, values, mask=stored)
+
+
+@triton.jit(
+    repr=kernel_name("gather_routes_by_element", "routes_ptr", "topk_ids_ptr", "TOPK"),
+    do_not_specialize=[
+        "num_ids", "first_layer", "layer_step", "num_layers", "stride_routes_row",
+        "stride_routes_layer", "num_experts", "ep_size", "spread_offset",
+    ],
+    do_not_specialize_on_alignment=["layers_ptr", "row_ids_ptr", "missing_ptr"],
+)  # fmt: skip
+def _gather_routes_by_element_kernel(
+    routes_ptr,  # [N, L, K], unit stride along K; all as in _gather_routes_kernel
+    row_ids_ptr,  # [M] int64
+    layers_ptr,  # [J] int32, or None
+    missing_ptr,  # [M] int64, or None
+    topk_ids_ptr,  # [J, M, K]
+    mask_ptr,  # [M] bool
+    num_ids,
+    first_layer,
+    layer_step,
+    num_layers,
+    stride_routes_row,  # elements
+    stride_routes_layer,
+    num_experts,
+    ep_size,
+    spread_offset,
+    TOPK: tl.constexpr,  # not a power of 2
+    UNIT: tl.constexpr,  # the power of 2 in K: elements of the output that stand aligned together
+    LAYERS: tl.constexpr,  # of one program
+    BLOCK: tl.constexpr,
+):
+    # a layer's output is one run of M * K elements, in which K divides nothing
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    first_slot = begin // TOPK
+    within = (begin - first_slot * TOPK).to(tl.int32) + tl.arange(0, BLOCK)
+    passed = within // TOPK
+    k = within - passed * TOPK
+    slots = first_slot + passed
+    in_bounds = slots < num_ids
+    rows = tl.load(row_ids_ptr + slots, mask=in_bounds, other=-1)
+    present = rows >= 0
+    if tl.program_id(1) == 0:
+        tl.store(mask_ptr + slots, rows < 0, mask=in_bounds & (k == 0))
+    if missing_ptr is None:
+        dummies = k
     else:
-        dst = (layer.to(tl.int64)[:, None] * num_ids + slots[None, :])[:, :, None] * TOPK + k[
-            None, None, :
-        ]
-        stored = (
-            (layer < num_layers)[:, None, None]
-            & slot_mask[None, :, None]
-            & (k < TOPK)[None, None, :]
-        )
-        tl.store(topk_ids_ptr + dst, values, mask=stored)
+        dummies = tl.zeros([BLOCK], dtype=tl.int32)
+        if tl.max((rows < 0).to(tl.int32)) > 0:
+            ordinals = tl.load(missing_ptr + slots, mask=in_bounds, other=1) - 1
+            begins = (ordinals * TOPK + spread_offset) % num_experts
+            dummies = dealt_expert(begins.to(tl.int32) + k, num_experts, ep_size)
+    dummies = dummies.to(topk_ids_ptr.dtype.element_ty)
+    source = rows * stride_routes_row + k
+    left = (num_ids * (TOPK // UNIT) - begin // UNIT) * UNIT  # UNIT divides BLOCK
+    stored = tl.arange(0, BLOCK) < left
+    size = num_ids.to(tl.int64) * (TOPK // UNIT) * UNIT
+    for step in tl.static_range(LAYERS):
+        layer = tl.program_id(1) * LAYERS + step
+        wanted = layer < num_layers
+        if layers_ptr is None:
+            captured = first_layer + layer_step * layer
+        else:
+            captured = tl.load(layers_ptr + layer, mask=wanted, other=0)
+        src = source + captured.to(tl.int64) * stride_routes_layer
+        values = tl.load(routes_ptr + src, mask=present & wanted, other=0)
+        values = tl.where(present, values.to(dummies.dtype), dummies)
+        dst = layer.to(tl.int64) * size + begin + tl.arange(0, BLOCK)
+        tl.store(topk_ids_ptr + dst, values, mask=stored & wanted)
 
 
 _launch_gather_routes = Launcher(_gather_routes_kernel)
+_launch_gather_routes_by_element = Launcher(_gather_routes_by_element_kernel)
 
 _UNIT_BYTES = 16
 _RUNS = (256, 128)  # elements of a row that one program reads
 _TILE = 4096
 _STRIDED_TILE = 2048  # strided reads hold an int64 address an element
+_LAYERS = 8
+_BLOCK = 1024
 
 
 def _gather_routes_cuda(
@@ -215,12 +274,19 @@ def _gather_routes_cuda(
     missing = (row_ids < 0).cumsum(0) if spread else None
     stride_row, stride_layer, _ = routes.stride()
     block_k = 1 << (topk - 1).bit_length()
+    if block_k != topk:
+        unit = topk & -topk
+        _launch_gather_routes_by_element(
+            ((num_ids * topk + _BLOCK - 1) // _BLOCK, (num_layers + _LAYERS - 1) // _LAYERS),
+            (
+                routes, row_ids, layers, missing, out, mask, num_ids, first_layer, layer_step,
+                num_layers, stride_row, stride_layer, num_experts, ep_size, spread_offset,
+            ),
+            (topk, unit, _LAYERS, _BLOCK),
+        )  # fmt: skip
+        return out, mask
     packed_row = (
-        layers is None
-        and layer_step == 1
-        and block_k == topk
-        and stride_layer == topk
-        and stride_row % topk == 0
+        layers is None and layer_step == 1 and stride_layer == topk and stride_row % topk == 0
     )
     most = _UNIT_BYTES // routes.itemsize
     if packed_row:
@@ -228,8 +294,8 @@ def _gather_routes_cuda(
         first_layer = first_layer * topk // unit
     else:
         unit = math.gcd(most, stride_row, stride_layer)
-    block_l = _layers_of_a_program(num_layers, block_k)
-    block_m = max(16, (_TILE if packed_row else _STRIDED_TILE) // (block_l * block_k))
+    block_l = _layers_of_a_program(num_layers, topk)
+    block_m = max(16, (_TILE if packed_row else _STRIDED_TILE) // (block_l * topk))
     _launch_gather_routes(
         ((num_ids + block_m - 1) // block_m, (num_layers + block_l - 1) // block_l),
         (
@@ -237,16 +303,16 @@ def _gather_routes_cuda(
             num_layers, stride_row // unit, stride_layer // unit, num_experts, ep_size,
             spread_offset,
         ),
-        (topk, unit, packed_row, num_layers % block_l == 0, block_m, block_l, block_k),
+        (topk, unit, packed_row, num_layers % block_l == 0, block_m, block_l),
         num_warps=8,
     )  # fmt: skip
     return out, mask
 
 
-def _layers_of_a_program(num_layers: int, block_k: int) -> int:
+def _layers_of_a_program(num_layers: int, topk: int) -> int:
     """A power of 2: the longest run of ``_RUNS`` among those that leave the fewest layers idle."""
     most = 1 << (num_layers - 1).bit_length()
-    choices = [max(1, min(run // block_k, most)) for run in _RUNS]
+    choices = [max(1, min(run // topk, most)) for run in _RUNS]
     return min(choices, key=lambda block_l: -(-num_layers // block_l) * block_l)
 
 
@@ -272,7 +338,7 @@ def _gather_routes_fake(
     return out, routes.new_empty(num_ids, dtype=torch.bool)
 
 
-_gather_routes_op = torch.ops.packhorse.gather_routes.default
+_gather_routes_op = called_directly(torch.ops.packhorse.gather_routes.default, _gather_routes_cuda)
 
 
 # --- public API -----------------------------------------------------------------------------------

@@ -49,9 +49,8 @@ def host_array(name: str, field: str, values: object) -> np.ndarray:
         array = np.array(given, dtype=np.int64)  # 64-bit unsigned wrap to negative
     except OverflowError:  # a Python integer past int64
         array = np.array([min(max(value, -1), _LARGEST + 1) for value in given], np.int64)
-    outside = (array < 0) | (array > _LARGEST)
-    if outside.any():
-        i = int(outside.argmax())
+    if array.size and array.view(np.uint64).max() > _LARGEST:  # a negative one is larger still
+        i = int((array.view(np.uint64) > _LARGEST).argmax())
         bound = ">= 0" if given[i] < 0 else f"at most {_LARGEST}"
         raise ValueError(f"{name}: {field} of trajectory {i} must be {bound}, got {given[i]}")
     return array

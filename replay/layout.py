@@ -166,12 +166,13 @@ class TokenLayout:
                 raise ValueError(f"{name}: {kind}_rank={rank} is not in [0, {kind}_size={size})")
         alignment = sequence_alignment(tp_size, cp_size, fp8)
         real = host_array(name, "lengths", lengths)
-        if padded_lengths is None:
-            longest = real.max(initial=0) if format == "bshd" else real
-            padded = np.broadcast_to(-(-longest // alignment) * alignment, real.shape)
-        else:
+        if padded_lengths is not None:
             padded = host_array(name, "padded_lengths", padded_lengths)
-        check_padded(name, format, real, padded, cp_size, cp_order)
+            check_padded(name, format, real, padded, cp_size, cp_order)
+        elif format == "thd":
+            padded = -(-real // alignment) * alignment if alignment > 1 else real
+        else:
+            padded = np.full_like(real, -(-int(real.max(initial=0)) // alignment) * alignment)
         if batch_width is not None:
             if not is_int(batch_width):
                 raise TypeError(f"{name}: batch_width must be an integer, got {batch_width!r}")
