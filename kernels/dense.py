@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from packhorse.kernels.launch import Launcher, kernel_name
+from packhorse.kernels.launch import Launcher, called_directly, kernel_name
 from packhorse.kernels.layout import check_tables, position_in_sequence
 from packhorse.kernels.rows import SUPPORTED_DTYPES, check_values, checks_values, fill_fits
 
@@ -283,6 +283,8 @@ def _restore_tokens_kernel(
 _launch_align_tokens = Launcher(_align_tokens_kernel)
 _launch_restore_tokens = Launcher(_restore_tokens_kernel)
 
+_MAX_GRID_Y = 65535
+
 
 def _tile(width: int, vec: int, itemsize: int, num_sequences: int, beside: bool) -> tuple[int, ...]:
     """BLOCK_B, BLOCK_S, BLOCK_W: 4 accesses of 16 bytes a thread, or 8 that are narrower.
@@ -293,14 +295,14 @@ def _tile(width: int, vec: int, itemsize: int, num_sequences: int, beside: bool)
     block_w = min(1 << (width // vec - 1).bit_length(), num_accesses)
     num_rows = num_accesses // block_w
     block_b = min(1 << (num_sequences - 1).bit_length(), 32, num_rows) if beside else 1
-    while block_b * 65535 < num_sequences:  # the most programs along a grid's second axis
+    while block_b * _MAX_GRID_Y < num_sequences:
         block_b *= 2
     return block_b, max(num_rows // block_b, 1), block_w * vec
 
 
 def _as_rows(x: Tensor, num_leading: int) -> Tensor:
-    """``x`` with its trailing dimensions as one of unit stride, copied only if it must be."""
-    rows = x.unsqueeze(num_leading) if x.dim() == num_leading else x.flatten(num_leading)
+    """``x`` with its trailing dimensions as one of unit stride; bool as bytes."""
+    rows = x.unsqueeze(-1) if x.dim() == num_leading else x.flatten(num_leading)
     rows = rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
     return rows.view(torch.uint8) if x.dtype == torch.bool else rows
 
@@ -390,8 +392,9 @@ def _restore_tokens_fake(values, offsets, columns, width, *_) -> Tensor:
     return values.new_empty((columns.shape[1], width, *values.shape[1:]))
 
 
-_align_tokens_op = torch.ops.packhorse.align_tokens.default
-_restore_tokens_op = torch.ops.packhorse.restore_tokens.default
+_ops = torch.ops.packhorse
+_align_tokens_op = called_directly(_ops.align_tokens.default, _align_tokens_cuda)
+_restore_tokens_op = called_directly(_ops.restore_tokens.default, _restore_tokens_cuda)
 
 
 # --- autograd: outside the operators, so inference pays for none of it ----------------------------
@@ -488,7 +491,8 @@ def align_tokens(
     """
     name = "align_tokens"
     _check(name, "dense", dense, "[B, S, ...]", fill, offsets, columns, cp_size, position_major)
-    _check_size(name, "num_tokens", num_tokens)
+    if not 0 <= num_tokens < 2**31:
+        raise ValueError(f"{name}: num_tokens must be in [0, 2**31), got {num_tokens}")
     if dense.shape[0] != columns.shape[1]:
         raise ValueError(f"{name}: dense of {dense.shape[0]} rows, columns of {columns.shape[1]}")
     if not 0 <= cp_rank < cp_size:
@@ -537,7 +541,8 @@ def restore_tokens(
     """
     name = "restore_tokens"
     _check(name, "values", values, "[R * T, ...]", fill, offsets, columns, cp_size, position_major)
-    _check_size(name, "width", width)
+    if not 0 <= width < 2**31 - 1:
+        raise ValueError(f"{name}: width must be in [0, 2**31 - 1), got {width}")
     if values.shape[0] % cp_size:
         raise ValueError(f"{name}: cp_size={cp_size} does not divide {values.shape[0]} values")
     zigzag = zigzag and cp_size > 1
@@ -573,11 +578,6 @@ def _check(
         raise ValueError(f"{name}: offsets must be [{fewest}] or longer, got {[*offsets.shape]}")
     if cp_size < 1:
         raise ValueError(f"{name}: cp_size must be >= 1, got {cp_size}")
-
-
-def _check_size(name: str, field: str, size: int) -> None:
-    if not 0 <= size < 2**31 - 1:
-        raise ValueError(f"{name}: {field} must be in [0, 2**31 - 1), got {size}")
 
 
 def _check_table_values(

@@ -1,19 +1,19 @@
-"""Dense ``[B, S, ...]`` batches to a rank's token order and back, by row ids.
+"""Dense ``[B, S, ...]`` batches to a rank's token order and back: ``TokenLayout``'s methods.
 
-``align_dense`` gathers ``dense.flatten(0, 1)``; ``restore_gathered`` gathers the concatenated
-values of all context-parallel ranks. Both are differentiable, and each is the other's inverse on
-the cells it covers. ``TokenLayout`` offers them as methods.
+``align_dense`` and ``restore_gathered`` are one launch each, differentiable, and each the other's
+inverse on the cells it covers.
 """
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from packhorse.kernels.restore import make_restore_row_ids
-from packhorse.kernels.rows import fill_fits, gather_rows
-from packhorse.packed.host import INT32_MAX
+from packhorse.kernels.dense import align_tokens, restore_tokens
+from packhorse.kernels.rows import fill_fits
+from packhorse.replay.staging import to_device
 
 if TYPE_CHECKING:
     from packhorse.replay.layout import TokenLayout
@@ -28,23 +28,26 @@ def align_dense(layout: "TokenLayout", dense: Tensor, fill: float, next_token: b
     if dense.dim() < 2 or tuple(dense.shape[:2]) != (batch, width):
         raise ValueError(f"{name}: dense must be [{batch}, {width}, ...], got {list(dense.shape)}")
     _check_device(name, "dense", dense, layout)
-    whole = _whole(name, fill, dense.dtype)
-    if batch * width > INT32_MAX:
-        raise ValueError(f"{name}: {batch} x {width} cells exceed int32")
-    bases = [i * width + column for i, column in enumerate(layout.first_columns)]
-    row_ids = layout._make(
-        layout._stacked((bases, layout.lengths, ()), layout._padded.size), next_token=next_token
+    return align_tokens(
+        dense,
+        *_tables(layout),
+        layout.num_tokens,
+        fill=_whole(name, fill, dense.dtype),
+        shift=int(next_token),
+        cp_size=layout.cp_size,
+        cp_rank=layout.cp_rank,
+        zigzag=layout.cp_order == "zigzag",
+        position_major=layout.format == "bshd",
     )
-    return gather_rows(dense.flatten(0, 1), row_ids, fill=whole)
 
 
 def restore_dense(layout: "TokenLayout", values: Tensor, fill: float) -> Tensor:
     """[T, ...] of this rank -> [B, S - 1, ...]; see ``TokenLayout.restore``."""
     name = "TokenLayout.restore"
     _check_values(name, values, layout)
-    _whole(name, fill, values.dtype)
+    whole = _whole(name, fill, values.dtype)
     if layout.cp_size == 1:
-        return restore_gathered(layout, [values], fill)
+        return _restore(layout, values, whole)
     if layout.cp_group is None:
         raise ValueError(
             f"{name}: cp_size={layout.cp_size} needs cp_group in TokenLayout.build, or"
@@ -55,8 +58,7 @@ def restore_dense(layout: "TokenLayout", values: Tensor, fill: float) -> Tensor:
             f"{name}: cp_group is rank {layout.cp_group.rank()} of {layout.cp_group.size()}, the"
             f" layout rank {layout.cp_rank} of {layout.cp_size}"
         )
-    gathered = _GatherRanks.apply(values, layout.cp_group)
-    return restore_gathered(layout, gathered.chunk(layout.cp_size), fill)
+    return _restore(layout, _GatherRanks.apply(values, layout.cp_group), whole)
 
 
 def restore_gathered(layout: "TokenLayout", values: Sequence[Tensor], fill: float) -> Tensor:
@@ -76,20 +78,33 @@ def restore_gathered(layout: "TokenLayout", values: Sequence[Tensor], fill: floa
                 f" {list(values[0].shape)}"
             )
     whole = _whole(name, fill, values[0].dtype)
-    width = max(layout.batch_width - 1, 0)
-    columns = layout._table((layout.first_columns, layout.lengths), layout.num_sequences)
-    row_ids = make_restore_row_ids(
-        layout._offsets,
-        columns,
-        width,
-        layout.num_tokens,
+    return _restore(layout, values[0] if len(values) == 1 else torch.cat(list(values)), whole)
+
+
+def _restore(layout: "TokenLayout", values: Tensor, fill: int) -> Tensor:
+    """[R * T, ...] -> [B, S - 1, ...]."""
+    return restore_tokens(
+        values,
+        *_tables(layout),
+        max(layout.batch_width - 1, 0),
+        fill=fill,
         cp_size=layout.cp_size,
         zigzag=layout.cp_order == "zigzag",
         position_major=layout.format == "bshd",
     )
-    everyone = values[0] if len(values) == 1 else torch.cat(list(values))
-    restored = gather_rows(everyone, row_ids, fill=whole)
-    return restored.reshape(layout.num_sequences, width, *everyone.shape[1:])
+
+
+def _tables(layout: "TokenLayout") -> tuple[Tensor, Tensor]:
+    """``offsets`` and ``columns`` of a layout, which never change: copied once."""
+    made = layout.__dict__
+    if "_dense_columns" not in made:
+        columns = np.stack((layout._columns, layout._lengths))
+        if "_offsets" in made:
+            (made["_dense_columns"],) = to_device((columns,), layout.device)
+        else:  # both cross in one copy
+            tables = to_device((layout._host_offsets(), columns), layout.device)
+            made["_offsets"], made["_dense_columns"] = tables
+    return layout._offsets, made["_dense_columns"]
 
 
 class _GatherRanks(torch.autograd.Function):
