@@ -4,8 +4,8 @@
 
     python -m packhorse warmup --captured-layers 48 --topk 8 --experts 128 --layers 12:24
 
-The public calls run on a microbatch of nine tokens. What compiles depends on dtypes, the shape of a
-row and the layout's settings, never on how many tokens there are, so these calls compile what a
+The public calls run on a microbatch of a few tokens. What compiles depends on dtypes, the shape of
+a row and the layout's settings, never on how many tokens there are, so these calls compile what a
 real microbatch will launch, and nothing else. Kernels that Triton's cache on disk holds from an
 earlier process are loaded from there.
 
@@ -38,10 +38,8 @@ from packhorse.replay.scoring import score_microbatch
 
 _NAME: Final = "warmup"
 
-#: The nine tokens: lengths, rows of routes and response tokens of two trajectories.
+#: Lengths of the trajectories, in turn.
 _LENGTHS: Final[tuple[int, ...]] = (4, 5)
-_CAPTURED: Final[tuple[int, ...]] = (3, 4)
-_RESPONSES: Final[tuple[int, ...]] = (2, 3)
 
 
 @dataclass(frozen=True)
@@ -107,6 +105,7 @@ def warmup(
     routes_dtype: torch.dtype | None = None,
     topk_ids_dtype: torch.dtype = torch.int32,
     format: Literal["thd", "bshd"] = "thd",
+    num_trajectories: int | None = None,
     tp_size: int = 1,
     cp_size: int = 1,
     cp_order: Literal["zigzag", "contiguous"] = "zigzag",
@@ -134,6 +133,8 @@ def warmup(
             With virtual pipeline stages call once for each chunk's.
         routes_dtype: of the packed routes; by default the narrowest that ``pack_routes`` takes.
         topk_ids_dtype: int32 or int64, of ``TokenLayout.gather_routes``; a session's are int32.
+        num_trajectories: B of a microbatch, needed for "bshd": dense batches move in tiles of as
+            many trajectories, up to 32. In "thd" it does not matter.
         format, tp_size, cp_size, cp_order, sequence_parallel: as in ``TokenLayout.build``. Ranks do
             not matter: nothing is compiled for one of them.
         dummy, ep_size: as in ``gather_routes``.
@@ -160,6 +161,7 @@ def warmup(
         ("num_experts", num_experts),
         ("support_width", 1 if support_width is None else support_width),
         ("vocab_size", 1 if vocab_size is None else vocab_size),
+        ("num_trajectories", 1 if num_trajectories is None else num_trajectories),
     ):
         if not is_int(value):
             raise TypeError(f"{_NAME}: {field} must be an integer, got {value!r}")
@@ -167,6 +169,8 @@ def warmup(
             raise ValueError(f"{_NAME}: {field} must be >= 1, got {value}")
     if topk > num_experts:
         raise ValueError(f"{_NAME}: topk={topk} is more than num_experts={num_experts}")
+    if format == "bshd" and num_trajectories is None:
+        raise ValueError(f"{_NAME}: num_trajectories of a microbatch is needed for 'bshd'")
     positions = range(num_captured_layers) if layers is None else layers
     if not all(map(is_int, positions)):
         raise TypeError(f"{_NAME}: layers must be integers, got {list(positions)!r}")
@@ -185,6 +189,7 @@ def warmup(
         num_experts=num_experts,
         layers=positions,
         routes_dtype=routes_dtype or fitting_routes_dtype(num_experts),
+        lengths=tuple(_LENGTHS[i % 2] for i in range(num_trajectories or 2)),
         topk_ids_dtype=topk_ids_dtype,
         layout={
             "format": format,
@@ -238,6 +243,7 @@ class _Settings:
     layers: range | Sequence[int]
     routes_dtype: torch.dtype
     topk_ids_dtype: torch.dtype
+    lengths: tuple[int, ...]
     layout: dict[str, Any]
     dummy: Dummy
     ep_size: int
@@ -248,11 +254,15 @@ class _Settings:
     dense_dtypes: tuple[torch.dtype, ...]
     device: torch.device
 
+    @property
+    def responses(self) -> list[int]:
+        return [length - 2 for length in self.lengths]
+
     def run(self, wait: Callable[[], None]) -> WarmupReport:
         """Make the calls; ``wait`` for what they left on the device."""
         begin = time.perf_counter()
         with _compilations() as kernels, torch.enable_grad():
-            layout = _OneForAllRanks.build(_LENGTHS, **self.layout)
+            layout = _OneForAllRanks.build(self.lengths, **self.layout)
             self._replay(layout)
             for dtype in self.dense_dtypes:
                 self._move_dense(layout, dtype)
@@ -263,11 +273,8 @@ class _Settings:
         return WarmupReport(time.perf_counter() - begin, tuple(kernels))
 
     def _replay(self, layout: TokenLayout) -> None:
-        shape = (sum(_CAPTURED), self.num_captured_layers, self.topk)
-        experts = torch.arange(self.topk).to(self.routes_dtype)  # distinct, as the routers need
-        routes = PackedTensor.from_lengths(experts.expand(shape).contiguous(), _CAPTURED)
-        on_device = routes.to(self.device)
-        for given in (routes, on_device):
+        routes = self._routes(self.lengths)
+        for given in (routes, routes.to(self.device)):
             microbatch = ReplayMicrobatch(layout, given, dummy=self.dummy)
             rows = MicrobatchRows.build(microbatch)
             rows.gather_targets(
@@ -278,17 +285,25 @@ class _Settings:
             )
             for scattered_by_model in (False, True):
                 rows.model_mask(scattered_by_model=scattered_by_model)
+        batch = self._routes(_LENGTHS).to(self.device)
         # the second begins an odd number of rows into the buffer: aligned to 16 bytes or not
-        for part in (slice(0, 2), slice(1, 2)):
+        for part in (slice(0, 1), slice(1, 2)):
             sliced = TokenLayout.build(_LENGTHS[part], **self.layout)
             sliced.gather_routes(
-                on_device[part],
+                batch[part],
                 self.layers,
                 num_experts=self.num_experts,
                 dtype=self.topk_ids_dtype,
                 dummy=self.dummy,
                 ep_size=self.ep_size,
             )
+
+    def _routes(self, lengths: Sequence[int]) -> PackedTensor:
+        """On the CPU, of every token but the last; distinct experts, as the routers need."""
+        captured = [length - 1 for length in lengths]
+        shape = (sum(captured), self.num_captured_layers, self.topk)
+        experts = torch.arange(self.topk).to(self.routes_dtype)
+        return PackedTensor.from_lengths(experts.expand(shape).contiguous(), captured)
 
     def _move_dense(self, layout: TokenLayout, dtype: torch.dtype) -> None:
         dense = torch.zeros(
@@ -304,16 +319,16 @@ class _Settings:
                 restored.sum().backward()
 
     def _score(self, layout: TokenLayout) -> None:
-        num_columns = max(self.vocab_size or 0, self.support_width or 0, sum(_LENGTHS))
-        tokens = torch.arange(sum(_LENGTHS)).to(self.device)
+        num_columns = max(self.vocab_size or 0, self.support_width or 0, sum(self.lengths))
+        tokens = torch.arange(sum(self.lengths)).to(self.device)
         support = None
         if self.support_width is not None:
             row = torch.arange(self.support_width, dtype=torch.int32)
-            rows = row.expand(sum(_RESPONSES), self.support_width).contiguous()
-            support = PackedTensor.from_lengths(rows, _RESPONSES)
+            rows = row.expand(sum(self.responses), self.support_width).contiguous()
+            support = PackedTensor.from_lengths(rows, self.responses)
         appended = None
         if self.vocab_size is not None:
-            appended = [[False] * (length - 1) + [True] for length in _LENGTHS]
+            appended = [[False] * (length - 1) + [True] for length in self.lengths]
         logits = torch.zeros(
             layout.num_tokens,
             num_columns,
@@ -324,18 +339,18 @@ class _Settings:
         scores = score_microbatch(
             logits,
             layout,
-            PackedTensor.from_lengths(tokens, _LENGTHS),
+            PackedTensor.from_lengths(tokens, self.lengths),
             support,
-            response_lengths=_RESPONSES,
+            response_lengths=self.responses,
             appended=appended,
         )
         (scores.logprobs.values + scores.entropy.values).sum().backward()
 
     def _gather_ragged(self, layout: TokenLayout) -> None:
-        num_rows = sum(_RESPONSES)
+        num_rows = sum(self.responses)
         ids = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
         offsets = torch.arange(num_rows + 1, device=self.device)
-        row_ids = layout.support_row_ids(_RESPONSES)
+        row_ids = layout.support_row_ids(self.responses)
         gather_ragged_support(ids, offsets, row_ids)
         if self.support_width is not None:
             pad_ragged_support(ids, offsets, row_ids, width=self.support_width)
@@ -381,6 +396,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--routes-dtype", type=_dtype, help="of the packed routes; the narrowest by default")
     add("--topk-ids-dtype", type=_dtype, default=torch.int32, help="int32 (default) or int64")
     add("--format", choices=("thd", "bshd"), default="thd")
+    add("--num-trajectories", type=int, metavar="B", help="of a bshd microbatch")
     add("--tp-size", type=int, default=1)
     add("--cp-size", type=int, default=1)
     add("--cp-order", choices=("zigzag", "contiguous"), default="zigzag")

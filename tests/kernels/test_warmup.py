@@ -55,11 +55,12 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
     "every other of 12x2 of 8, bshd, CP 2, whole vocabulary": {
         "num_captured_layers": 12, "topk": 2, "num_experts": 8, "layers": range(1, 12, 2),
-        "format": "bshd", "cp_size": 2, "dense_dtypes": (torch.float32, torch.bfloat16),
+        "format": "bshd", "num_trajectories": 24, "cp_size": 2,
+        "dense_dtypes": (torch.float32, torch.bfloat16),
     },
     "listed of 27x6 of 64, bshd, support of 7 with an odd vocabulary": {
         "num_captured_layers": 27, "topk": 6, "num_experts": 64, "layers": [1, 2, 5, 26],
-        "format": "bshd", "support_width": 7, "vocab_size": 1001,
+        "format": "bshd", "num_trajectories": 1, "support_width": 7, "vocab_size": 1001,
         "dense_dtypes": (torch.int32, torch.uint8, torch.float64),
     },
 }  # fmt: skip
@@ -72,9 +73,10 @@ LAYOUT_SETTINGS = ("format", "tp_size", "cp_size", "cp_order", "sequence_paralle
 # --- a training step of any lengths ---------------------------------------------------------------
 
 
-def training_step(device: str, seed: int, *, batch: int = 32, **settings: Any) -> None:
+def training_step(device: str, seed: int, **settings: Any) -> None:
     """The public calls of one microbatch; ``settings`` as ``warmup`` takes them."""
     rng = np.random.default_rng(seed)
+    batch = settings.get("num_trajectories") or int(rng.integers(1, 40))
     lengths = rng.integers(2, 700, batch).tolist()
     captured = [int(rng.integers(length - 1, length + 1)) for length in lengths]
     responses = [int(rng.integers(1, length)) for length in lengths]
@@ -103,23 +105,26 @@ def replay(layout: TokenLayout, captured: list[int], settings: dict[str, Any]) -
     num_experts = settings["num_experts"]
     layers = settings.get("layers", range(num_layers))
     dtype = torch.uint8 if num_experts <= 256 else torch.int16
-    experts = torch.arange(topk).to(dtype).expand(sum(captured), num_layers, topk).contiguous()
-    from_host = PackedTensor.from_lengths(experts, captured)
-    on_device = from_host.to(layout.device)
     ep_size = settings.get("ep_size", 1)
     dummy = settings.get("dummy", "constant")
-    for routes in (from_host, on_device):
+
+    def routes_of(captured: list[int]) -> PackedTensor:
+        shape = (sum(captured), num_layers, topk)
+        experts = torch.arange(topk).to(dtype).expand(shape).contiguous()
+        return PackedTensor.from_lengths(experts, captured)
+
+    from_host = routes_of(captured)
+    for routes in (from_host, from_host.to(layout.device)):
         rows = MicrobatchRows.build(ReplayMicrobatch(layout, routes, dummy=dummy))
         rows.gather_targets(tuple(layers), num_experts=num_experts, topk=topk, ep_size=ep_size)
         rows.model_mask(scattered_by_model=True)
-    for begin in range(0, len(captured), 7):  # microbatches cut out of a batch
-        part = slice(begin, begin + 7)
-        TokenLayout.build(
-            layout.lengths[part],
-            device=layout.device,
-            **{key: settings[key] for key in LAYOUT_SETTINGS if key in settings},
-        ).gather_routes(
-            on_device[part],
+    where = {key: settings[key] for key in LAYOUT_SETTINGS if key in settings}
+    lengths = [captured[0] + i for i in range(1, 10)]
+    batch = routes_of([length - 1 for length in lengths]).to(layout.device)
+    for begin in range(0, 9, 2):  # microbatches cut out of a batch
+        part = slice(begin, begin + 2)
+        TokenLayout.build(lengths[part], device=layout.device, **where).gather_routes(
+            batch[part],
             layers,
             num_experts=num_experts,
             dtype=settings.get("topk_ids_dtype", torch.int32),
@@ -277,6 +282,7 @@ def test_under_the_interpreter_it_compiles_nothing_and_says_so():
         ),
         ({"support_width": 0}, ValueError, "support_width must be >= 1, got 0"),
         ({"vocab_size": True}, TypeError, "vocab_size must be an integer, got True"),
+        ({"format": "bshd"}, ValueError, "num_trajectories of a microbatch is needed for 'bshd'"),
         ({"layers": [0, 2]}, ValueError, r"layer 2 is not in \[0, 2\)"),
         ({"layers": [0, "1"]}, TypeError, r"layers must be integers, got \[0, '1'\]"),
         ({"dense_dtypes": ("int64",)}, TypeError, "dense_dtypes must be dtypes, got 'int64'"),
