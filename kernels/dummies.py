@@ -49,42 +49,44 @@ def fill_dummy_routes_reference(
 
 
 @triton.jit(
-    repr=kernel_name("fill_dummy_routes", "routes_ptr", "SPREAD"),
+    repr=kernel_name("fill_dummy_routes", "routes_ptr"),
     do_not_specialize=[
-        "num_units", "num_layers", "topk", "num_experts", "ep_size", "spread_offset",
+        "num_units", "num_blocks", "period_blocks", "rounds", "num_experts", "ep_size",
+        "spread_offset",
     ],
 )  # fmt: skip
 def _fill_dummy_routes_kernel(
     routes_ptr,  # [J, M, K], contiguous
     num_units,  # M * K / UNIT
-    num_layers,  # J
-    topk,  # K
+    num_blocks,  # M * K / BLOCK, rounded up
+    period_blocks,  # blocks after which the walk repeats: E / gcd(E, BLOCK)
+    rounds,  # periods that one program writes
     num_experts,  # E
     ep_size,
     spread_offset,
-    SPREAD: tl.constexpr,
     UNIT: tl.constexpr,  # elements that stand aligned together in each layer
     BLOCK: tl.constexpr,
 ):
-    begin = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = tl.arange(0, BLOCK)
-    if SPREAD:
-        # the walk has period E
-        walked = ((begin + spread_offset) % num_experts).to(tl.int32) + offsets
-        experts = dealt_expert(walked, num_experts, ep_size)
-    else:
-        experts = ((begin % topk).to(tl.int32) + offsets) % topk
+    phase = tl.program_id(0) % period_blocks
+    first_block = (tl.program_id(0) // period_blocks * rounds).to(tl.int64) * period_blocks + phase
+    # the walk has period E: what is dealt once is written in each round
+    walked = (phase.to(tl.int64) * BLOCK + spread_offset) % num_experts
+    experts = dealt_expert(walked.to(tl.int32) + offsets, num_experts, ep_size)
     experts = experts.to(routes_ptr.dtype.element_ty)
-    stored = offsets < (num_units - begin // UNIT) * UNIT  # UNIT divides BLOCK
-    stride_layer = num_units.to(tl.int64) * UNIT
-    for layer in range(0, num_layers):  # every layer holds the same
-        tl.store(routes_ptr + layer * stride_layer + begin + offsets, experts, mask=stored)
+    layer = tl.program_id(1).to(tl.int64) * num_units * UNIT
+    for turn in range(0, rounds):
+        block = first_block + turn * period_blocks
+        left = (num_units - block * (BLOCK // UNIT)) * UNIT
+        written = routes_ptr + layer + block * BLOCK + offsets
+        tl.store(written, experts, mask=(offsets < left) & (block < num_blocks))
 
 
 _launch_fill_dummy_routes = Launcher(_fill_dummy_routes_kernel)
 
 _UNIT_BYTES = 16
 _BLOCK = 2048
+_BLOCKS_OF_A_PROGRAM = 8
 
 
 def _fill_dummy_routes_cuda(
@@ -96,14 +98,21 @@ def _fill_dummy_routes_cuda(
     if routes.numel() == 0:
         return
     num_elements = num_ids * topk
-    if not spread:  # then all layers are one long one
+    if not spread:  # a walk over K experts, in which all layers are one long one
         num_elements, num_layers = num_elements * num_layers, 1
+        num_experts, ep_size, spread_offset = topk, 1, 0
     unit = math.gcd(_UNIT_BYTES // routes.itemsize, num_elements)
+    num_blocks = -(-num_elements // _BLOCK)
+    period = min(num_experts // math.gcd(num_experts, _BLOCK), num_blocks)
+    rounds = min(_BLOCKS_OF_A_PROGRAM, -(-num_blocks // period))
     _launch_fill_dummy_routes(
-        ((num_elements + _BLOCK - 1) // _BLOCK,),
-        (routes, num_elements // unit, num_layers, topk, num_experts, ep_size, spread_offset),
-        (spread, unit, _BLOCK),
-    )
+        (period * -(-num_blocks // (period * rounds)), num_layers),
+        (
+            routes, num_elements // unit, num_blocks, period, rounds, num_experts, ep_size,
+            spread_offset,
+        ),
+        (unit, _BLOCK),
+    )  # fmt: skip
 
 
 # --- operator -------------------------------------------------------------------------------------

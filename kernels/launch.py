@@ -50,23 +50,24 @@ def kernel_name(verb_noun: str, *parameters: str) -> Callable[[Any], str]:
     return name
 
 
-def called_directly(op: Any, launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """``op``, whose CUDA implementation is ``launcher``; a plain call on a GPU goes straight there.
+def is_plain_cuda(tensor: Tensor) -> bool:
+    """Whether the dispatcher would only pass a call of an operator on to its CUDA implementation:
+    nothing traces, fakes, compiles or profiles operators."""
+    return (
+        type(tensor) is Tensor
+        and tensor.is_cuda
+        and not torch.compiler.is_compiling()
+        and not _len_torch_dispatch_stack()
+        and not torch.autograd.profiler._is_profiler_enabled
+    )
 
-    The dispatcher costs such a call 5 us and decides nothing. What traces, fakes, compiles or
-    profiles operators still sees one.
-    """
+
+def called_directly(op: Any, launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """``op``, whose CUDA implementation is ``launcher``: a plain call on a GPU goes straight there,
+    since the dispatcher costs it 5 us."""
 
     def call(first: Tensor, *args: Any) -> Any:
-        if (
-            type(first) is Tensor
-            and first.is_cuda
-            and not torch.compiler.is_compiling()
-            and not _len_torch_dispatch_stack()
-            and not torch.autograd.profiler._is_profiler_enabled
-        ):
-            return launcher(first, *args)
-        return op(first, *args)
+        return launcher(first, *args) if is_plain_cuda(first) else op(first, *args)
 
     return call
 

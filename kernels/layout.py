@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from packhorse.kernels.launch import Launcher, called_directly, kernel_name
+from packhorse.kernels.launch import Launcher, called_directly, is_plain_cuda, kernel_name
 
 # --- reference: the specification, and what CPU tensors run ---------------------------------------
 
@@ -106,13 +106,18 @@ def sequences_of_slots(
 
 @triton.jit(
     repr=kernel_name("make_row_ids", "ZIGZAG", "POSITION_MAJOR"),
-    do_not_specialize=["num_ids", "first_id", "num_sequences", "cp_size", "cp_rank", "shift"],
+    do_not_specialize=[
+        "first_offset", "first_segment", "num_ids", "first_id", "num_sequences", "cp_size",
+        "cp_rank", "shift",
+    ],
     do_not_specialize_on_alignment=["offsets_ptr", "segments_ptr"],
-)
+)  # fmt: skip
 def _make_row_ids_kernel(
     offsets_ptr,  # [B + 1] int32; with POSITION_MAJOR [2]: 0, tokens of a sequence on this rank
     segments_ptr,  # [3, B] int32: bases, counts, starts
     row_ids_ptr,  # [M] int64
+    first_offset,  # where in the memory of offsets_ptr they begin
+    first_segment,
     num_ids,  # M
     first_id,  # slot of row_ids[0]
     num_sequences,  # B
@@ -124,6 +129,8 @@ def _make_row_ids_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
+    offsets_ptr += first_offset
+    segments_ptr += first_segment
     # int64 for the bound and the address: the last block may pass 2**31 slots
     begin = tl.program_id(0).to(tl.int64) * BLOCK_M
     ids = begin + tl.arange(0, BLOCK_M)
@@ -167,17 +174,36 @@ def _row_ids_cuda(
     position_major: bool,
     shift: int,
 ) -> Tensor:
-    out = offsets.new_empty(num_ids, dtype=torch.int64)
-    num_sequences = segments.shape[1]
-    if num_ids == 0:
-        return out
-    _launch_make_row_ids(
-        ((num_ids + _BLOCK_M - 1) // _BLOCK_M,),
-        (
-            offsets, segments, out, num_ids, first_id, num_sequences, cp_size, cp_rank, shift,
-        ),
-        (zigzag, position_major, _BLOCK_M, _BLOCK_B),
+    return _launch_row_ids(
+        offsets, segments, 0, 0, segments.shape[1], num_ids, first_id, cp_size, cp_rank, zigzag,
+        position_major, shift,
     )  # fmt: skip
+
+
+def _launch_row_ids(
+    offsets: Tensor,
+    segments: Tensor,
+    first_offset: int,
+    first_segment: int,
+    num_sequences: int,
+    num_ids: int,
+    first_id: int,
+    cp_size: int,
+    cp_rank: int,
+    zigzag: bool,
+    position_major: bool,
+    shift: int,
+) -> Tensor:
+    out = offsets.new_empty(num_ids, dtype=torch.int64)
+    if num_ids > 0:
+        _launch_make_row_ids(
+            ((num_ids + _BLOCK_M - 1) // _BLOCK_M,),
+            (
+                offsets, segments, out, first_offset, first_segment, num_ids, first_id,
+                num_sequences, cp_size, cp_rank, shift,
+            ),
+            (zigzag, position_major, _BLOCK_M, _BLOCK_B),
+        )  # fmt: skip
     return out
 
 
@@ -199,8 +225,25 @@ def _row_ids_fake(
     return offsets.new_empty(num_ids, dtype=torch.int64)
 
 
-#: the operator without the checks of ``make_row_ids``
-row_ids_op = called_directly(torch.ops.packhorse.row_ids.default, _row_ids_cuda)
+_row_ids_op = called_directly(torch.ops.packhorse.row_ids.default, _row_ids_cuda)
+
+
+def row_ids_of_table(
+    table: Tensor, num_offsets: int, num_sequences: int, num_ids: int, first_id: int,
+    cp_size: int, cp_rank: int, zigzag: bool, position_major: bool, shift: int,
+) -> Tensor:  # fmt: skip
+    """``make_row_ids`` without its checks, of ``offsets`` and ``segments`` one after another in
+    ``table`` [num_offsets + 3 B or longer] int32: a plain call on a GPU cuts nothing out of it."""
+    if is_plain_cuda(table):
+        return _launch_row_ids(
+            table, table, 0, num_offsets, num_sequences, num_ids, first_id, cp_size, cp_rank,
+            zigzag, position_major, shift,
+        )  # fmt: skip
+    segments = table[num_offsets : num_offsets + 3 * num_sequences].view(3, num_sequences)
+    return _row_ids_op(
+        table[:num_offsets], segments, num_ids, first_id, cp_size, cp_rank, zigzag,
+        position_major, shift,
+    )  # fmt: skip
 
 
 # --- public API -----------------------------------------------------------------------------------
@@ -252,7 +295,7 @@ def make_row_ids(
         raise ValueError(f"{name}: num_ids={num_ids} and first_id={first_id} must be >= 0")
     if num_ids > 0 and segments.shape[1] == 0:
         raise ValueError(f"{name}: {num_ids} slots, but segments name no sequence")
-    return row_ids_op(
+    return _row_ids_op(
         offsets, segments, num_ids, first_id, cp_size, cp_rank, zigzag and cp_size > 1,
         position_major, shift,
     )  # fmt: skip

@@ -388,18 +388,28 @@ def gather_routes(
         if not isinstance(tensor, Tensor):
             hint = "; pass its values" if hasattr(tensor, "values") else ""
             raise TypeError(f"{name}: {field} must be a tensor, got {type(tensor).__name__}{hint}")
+    check_row_ids(name, row_ids, "routes", routes)
+    if checks_values(row_ids):
+        check_row_range(name, row_ids, len(routes) if routes.dim() else 0)
+    return gather_routes_of_rows(
+        name, routes, row_ids, layers, num_experts, dtype, dummy, ep_size, spread_offset
+    )
+
+
+def gather_routes_of_rows(
+    name: str, routes: Tensor, row_ids: Tensor, layers: range | Sequence[int] | Tensor,
+    num_experts: int, dtype: torch.dtype, dummy: Dummy, ep_size: int, spread_offset: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``gather_routes`` under another name, with row ids that are right by construction."""
     if routes.dtype not in ROUTE_DTYPES:
         raise TypeError(f"{name}: routes must be uint8, int16 or int32, got {routes.dtype}")
     if routes.dim() != 3:
         raise ValueError(f"{name}: routes must be [N, L, K], got {tuple(routes.shape)}")
     if dtype not in TOPK_ID_DTYPES:
         raise TypeError(f"{name}: dtype must be int32 or int64, got {dtype}")
-    check_row_ids(name, row_ids, "routes", routes)
-    topk = routes.shape[2]
-    check_dummy(name, dummy, topk, num_experts, ep_size, spread_offset)
-    table, first_layer, layer_step, num_layers = _resolve_layers(layers, routes)
-    if checks_values(row_ids):
-        check_row_range(name, row_ids, routes.shape[0])
+    check_dummy(name, dummy, routes.shape[2], num_experts, ep_size, spread_offset)
+    table, first_layer, layer_step, num_layers = _resolve_layers(layers, routes, name)
+    if checks_values(routes):
         delivered = table
         if delivered is None:
             steps = torch.arange(num_layers, device=routes.device)
@@ -431,10 +441,15 @@ def check_dummy(
 
 
 def _resolve_layers(
-    layers: range | Sequence[int] | Tensor, routes: Tensor
+    layers: range | Sequence[int] | Tensor, routes: Tensor, name: str = "gather_routes"
 ) -> tuple[Tensor | None, int, int, int]:
     """A table on the device or None, and first, step and count of an arithmetic run."""
-    name, captured = "gather_routes", routes.shape[1]
+    captured = routes.shape[1]
+    if type(layers) is range:  # its ends are its extremes
+        for layer in (layers[0], layers[-1]) if layers else ():
+            if not 0 <= layer < captured:
+                raise ValueError(f"{name}: layer {layer} is not in [0, {captured})")
+        return None, layers.start, layers.step, len(layers)
     if isinstance(layers, Tensor):
         if layers.dtype != torch.int32 or layers.dim() != 1 or layers.device != routes.device:
             raise ValueError(
@@ -447,17 +462,13 @@ def _resolve_layers(
             f"{name}: layers must be a range, a list or an int32 tensor, got"
             f" {type(layers).__name__}"
         )
-    is_range = isinstance(layers, range)  # its ends are its extremes
-    ends = (layers[0], layers[-1]) if is_range and layers else layers
-    if len(layers) and (min(ends) < 0 or max(ends) >= captured):
-        layer = next(layer for layer in layers if not 0 <= layer < captured)
-        raise ValueError(f"{name}: layer {layer} is not in [0, {captured})")
-    if isinstance(layers, range):
-        return None, layers.start, layers.step, len(layers)
     try:
         listed = [operator.index(layer) for layer in layers]
     except TypeError:
         raise TypeError(f"{name}: layers must be integers, got {list(layers)!r}") from None
+    for layer in listed:
+        if not 0 <= layer < captured:
+            raise ValueError(f"{name}: layer {layer} is not in [0, {captured})")
     first = listed[0] if listed else 0
     step = listed[1] - first if len(listed) > 1 else 1
     if listed == [first + step * i for i in range(len(listed))]:

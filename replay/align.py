@@ -102,7 +102,7 @@ def _tables(layout: "TokenLayout") -> tuple[Tensor, Tensor]:
         if "_offsets" in made:
             (made["_dense_columns"],) = to_device((columns,), layout.device)
         else:  # both cross in one copy
-            tables = to_device((layout._host_offsets(), columns), layout.device)
+            tables = to_device((layout._host_offsets, columns), layout.device)
             made["_offsets"], made["_dense_columns"] = tables
     return layout._offsets, made["_dense_columns"]
 

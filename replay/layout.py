@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packhorse.kernels.layout import row_ids_op
-from packhorse.kernels.routes import Dummy, gather_routes
+from packhorse.kernels.layout import row_ids_of_table
+from packhorse.kernels.routes import Dummy, gather_routes_of_rows
 from packhorse.packed.host import INT32_MAX
 from packhorse.packed.tensor import PackedTensor
 from packhorse.replay import align as _align
@@ -36,7 +36,7 @@ from packhorse.replay.layout_checks import (
     check_slice,
     place_columns,
 )
-from packhorse.replay.staging import to_device
+from packhorse.replay.staging import staged, to_device
 
 
 class RankRoutes(NamedTuple):
@@ -363,25 +363,32 @@ class TokenLayout:
         captured = bounds[1:] - bounds[:-1]
         self._check_count(name, "routes", captured)
         row_ids = self._route_row_ids(name, captured)
-        topk_ids, padding_mask = gather_routes(
-            routes.values, row_ids, layers, num_experts=num_experts, dtype=dtype, dummy=dummy,
-            ep_size=ep_size, spread_offset=spread_offset,
-        )  # fmt: skip
+        topk_ids, padding_mask = gather_routes_of_rows(
+            name, routes.values, row_ids, layers, num_experts, dtype, dummy, ep_size, spread_offset
+        )
         return RankRoutes(topk_ids, padding_mask, row_ids)
 
     def route_tables(
         self, captured_lengths: HostInts, *, name: str = "TokenLayout.route_tables"
     ) -> tuple[np.ndarray, np.ndarray]:
-        """``offsets`` and ``segments`` [3, B] of ``make_row_ids`` for captured routes, int64 on the
+        """``offsets`` and ``segments`` [3, B] of ``make_row_ids`` for captured routes, int32 on the
         host. Errors as ``route_row_ids``, under ``name``."""
         captured = self._per_trajectory(name, "captured_lengths", captured_lengths)
         self._check_captured(name, captured)
-        return self._host_offsets(), self._segments(name, captured, None)
+        width = self._padded.size
+        segments = np.empty(3 * width, np.int32)
+        self._write_segments(name, segments, captured, None)
+        return self._host_offsets, segments.reshape(3, width)
 
     def position_ids(self) -> Tensor:
         """[T] int64 position of each slot in its padded sequence, pads counted on."""
-        zeros = np.zeros_like(self._padded)
-        return self._make(np.stack([zeros, self._padded, zeros]))
+        width = self._padded.size
+        table = np.zeros((3, width), np.int64)
+        table[1] = self._padded
+        array, host = staged(self._host_offsets.size + table.size, self.device)
+        array[: self._host_offsets.size] = self._host_offsets
+        array[self._host_offsets.size :][: table.size] = table.reshape(-1)
+        return self._row_ids_of(host)
 
     # --- dense batches ----------------------------------------------------------------------------
 
@@ -452,27 +459,17 @@ class TokenLayout:
     @cached_property
     def _offsets(self) -> Tensor:
         """[B + 1] int32 on the device, or [2]: ``offsets`` of ``make_row_ids``."""
-        (offsets,) = to_device((self._host_offsets(),), self.device)
+        (offsets,) = to_device((self._host_offsets,), self.device)
         return offsets
 
+    @cached_property
     def _host_offsets(self) -> np.ndarray:
         if self.format == "bshd":
-            return np.array([0, self._padded[0] // self.cp_size if self._padded.size else 0])
-        offsets = np.zeros(self._padded.size + 1, np.int64)
+            common = self._padded[0] // self.cp_size if self._padded.size else 0
+            return np.array([0, common], np.int32)
+        offsets = np.zeros(self._padded.size + 1, np.int32)
         np.cumsum(self._padded // self.cp_size, out=offsets[1:])
         return offsets
-
-    def _table(self, rows: Sequence[Sequence[int] | np.ndarray], width: int) -> Tensor:
-        (table,) = to_device((self._stacked(rows, width),), self.device)
-        return table
-
-    @staticmethod
-    def _stacked(rows: Sequence[Sequence[int] | np.ndarray], width: int) -> np.ndarray:
-        """[len(rows), width] int64; short rows end in zeros."""
-        table = np.zeros((len(rows), width), np.int64)
-        for place, row in zip(table, rows, strict=True):
-            place[: len(row)] = row
-        return table
 
     def _per_trajectory(self, name: str, field: str, values: HostInts) -> np.ndarray:
         listed = host_array(name, field, values)
@@ -514,23 +511,30 @@ class TokenLayout:
                     f"{name}: trajectory {i} has {self._lengths[i]} tokens, but its {counts[i]}"
                     f" rows begin at position {first[i]}"
                 )
-        segments = self._segments(name, counts, first)
-        return self._make(segments, next_token=next_token, slice=slice)
+        width, num_offsets = self._padded.size, self._host_offsets.size
+        array, host = staged(num_offsets + 3 * width, self.device)
+        self._write_segments(name, array[num_offsets : num_offsets + 3 * width], counts, first)
+        array[:num_offsets] = self._host_offsets
+        return self._row_ids_of(host, next_token=next_token, slice=slice)
 
-    def _segments(self, name: str, counts: np.ndarray, first: np.ndarray | None) -> np.ndarray:
-        """[3, B] bases, counts, starts of the padded sequences."""
-        segments = np.zeros((3, self._padded.size), np.int64)
-        size = counts.size
+    def _write_segments(
+        self, name: str, segments: np.ndarray, counts: np.ndarray, first: np.ndarray | None
+    ) -> None:
+        """Bases, counts and starts of the padded sequences into ``segments`` [3 * B] int32."""
+        width, size = self._padded.size, counts.size
         ends = counts.cumsum()
         if size and ends[-1] > INT32_MAX:
             raise ValueError(f"{name}: {ends[-1]} rows exceed int32")
-        np.subtract(ends, counts, out=segments[0, :size])
-        segments[1, :size] = counts
+        segments[:size] = ends - counts
+        segments[width : width + size] = counts
+        segments[2 * width :] = 0
         if first is not None:
-            segments[2, :size] = first
-        return segments
+            segments[2 * width : 2 * width + size] = first
+        if size < width:  # the tail pad
+            segments[size:width] = segments[width + size : 2 * width] = 0
 
-    def _make(self, rows: np.ndarray, *, next_token: bool = False, slice: bool = False) -> Tensor:
+    def _row_ids_of(self, host: Tensor, *, next_token: bool = False, slice: bool = False) -> Tensor:
+        """Of ``offsets`` and ``segments`` one after another, staged."""
         first_id, num_ids = 0, self.num_tokens
         if slice:
             if not self.sequence_parallel:
@@ -543,15 +547,10 @@ class TokenLayout:
                 )
             num_ids //= self.tp_size
             first_id = num_ids * self.tp_rank
-        if "_offsets" in self.__dict__:
-            (segments,) = to_device((rows,), self.device)
-        else:  # both cross in one copy
-            offsets, segments = to_device((self._host_offsets(), rows), self.device)
-            self.__dict__["_offsets"] = offsets
-        # the operator itself: what make_row_ids checks holds by construction
-        return row_ids_op(
-            self._offsets,
-            segments,
+        return row_ids_of_table(
+            host.to(self.device, non_blocking=True),
+            self._host_offsets.size,
+            self._padded.size,
             num_ids,
             first_id,
             self.cp_size,

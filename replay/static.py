@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packhorse.kernels.layout import row_ids_op
+from packhorse.kernels.layout import row_ids_of_table
 from packhorse.replay.host import HostInts, is_int
 from packhorse.replay.layout import TokenLayout
 from packhorse.replay.staging import copy_into
@@ -99,9 +99,10 @@ class StaticRowIds:
         """[num_rank_tokens] int64, -1: no row. Captured in a graph, it follows ``update``."""
         layout = self._layout
         num_ids = layout.num_rank_tokens
-        return row_ids_op(
-            self._tables[: self._num_offsets],
-            self._tables[self._num_offsets :].view(3, self._width),
+        return row_ids_of_table(
+            self._tables,
+            self._num_offsets,
+            self._width,
             num_ids,
             num_ids * layout.tp_rank if layout.sequence_parallel else 0,
             layout.cp_size,
