@@ -11,31 +11,37 @@ How many ids a ragged gather yields depends on the data. Nothing reads that: the
 capacity that is too small loses ids and nothing else: out_offsets tell what was needed, and the ids
 up to the capacity are right.
 
-Two launches. The first sums the widths of BLOCK_M slots at a time, and of groups of such blocks. In
-the second, program b < num_blocks writes the offsets of block b and its first CHUNK ids; the others
-share out the further chunks, so that a row of the whole vocabulary among rows of two is copied by
-as many programs as it has chunks, and then the end of the buffer.
+Two launches. The first scans the widths of BLOCK_M slots at a time and sums them over blocks and
+groups of blocks. In the second, program b < used_blocks writes the offsets of block b and its first
+CHUNK ids; the others share out the further chunks, so that a row of the whole vocabulary among rows
+of two is copied by as many programs as it has chunks, and then the end of the buffer. A position
+finds its slot by binary search among the stops of its block.
 
 Sizes: N rows, M row ids, C width. Offsets are int64: 14,000 rows of a vocabulary of 152,000 ids
-pass 2**31, and a row's 8 bytes are few beside its ids. Any M and any total work.
+pass 2**31, and a row's 8 bytes are few beside its ids. Any M and any total work; a row that is
+gathered ragged has at most ``MAX_ROW_IDS`` ids, so that a block's positions fit 32 bits.
 """
 
 import math
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from packhorse.kernels.launch import Launcher, kernel_name
+from packhorse.kernels.launch import Launcher, called_directly, kernel_name
 from packhorse.kernels.rows import (
+    _gather_rows_op,
     check_row_ids,
     check_row_range,
     check_values,
     checks_values,
 )
 from packhorse.packed.sentinels import NO_CANDIDATE
+
+#: More than any vocabulary has; 256 such rows are 2**30 ids.
+MAX_ROW_IDS: Final = 1 << 22
 
 
 class RaggedSupport(NamedTuple):
@@ -87,70 +93,65 @@ def _row_bounds(row_offsets: Tensor, row_ids: Tensor) -> tuple[Tensor, Tensor]:
 # --- Triton ---------------------------------------------------------------------------------------
 
 
-@triton.jit
-def load_row_bounds(row_offsets_ptr, row_ids_ptr, slots, num_ids):
-    """Where the row of each slot begins and ends; equal where the slot has none."""
-    rows = tl.load(row_ids_ptr + slots, mask=slots < num_ids, other=-1)
-    begins = tl.load(row_offsets_ptr + rows, mask=rows >= 0, other=0)
-    ends = tl.load(row_offsets_ptr + rows + 1, mask=rows >= 0, other=0)
-    return begins, ends
-
-
-@triton.jit
-def further_chunks(totals, CHUNK: tl.constexpr):
-    """Chunks after the first that blocks of ``totals`` ids need."""
-    return (tl.maximum(totals, 1) - 1) // CHUNK
-
-
 @triton.jit(
     repr=kernel_name("sum_support_rows", "BLOCK_M"),
-    do_not_specialize=["num_ids", "tiles_per_group"],
+    do_not_specialize=["num_ids", "tiles_per_group", "num_blocks"],
     do_not_specialize_on_alignment=["row_offsets_ptr", "row_ids_ptr"],
 )
 def _sum_support_rows_kernel(
     row_offsets_ptr,  # [N + 1] int64
     row_ids_ptr,  # [M] int64
-    group_sums_ptr,  # [2, MAX_GROUPS] int64: ids of each group, further chunks of its blocks
-    block_sums_ptr,  # [groups * tiles_per_group * TILE_BLOCKS] int64: ids of each block
+    sums_ptr,  # int64: ids of each group [MAX_GROUPS], chunks after the first of its blocks
+    #            [MAX_GROUPS], ids of each block [num_blocks], and of each slot: what turns a
+    #            position in the block into one in token_ids [num_blocks * BLOCK_M]
+    stops_ptr,  # [num_blocks * BLOCK_M] int32: position in the block where each slot stops
     num_ids,  # M
     tiles_per_group,
+    num_blocks,  # of all groups
     TILE_BLOCKS: tl.constexpr,
     MAX_GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     group = tl.program_id(0)
+    blocks = tl.arange(0, TILE_BLOCKS)
+    lanes = blocks[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     group_total = tl.zeros([TILE_BLOCKS], dtype=tl.int64)
     group_chunks = tl.zeros([TILE_BLOCKS], dtype=tl.int64)
+    block_sums_ptr = sums_ptr + 2 * MAX_GROUPS
     for i in range(0, tiles_per_group):
         tile = (group * tiles_per_group + i).to(tl.int64)
-        slots = tile * (TILE_BLOCKS * BLOCK_M) + tl.arange(0, TILE_BLOCKS * BLOCK_M)
-        begins, ends = load_row_bounds(row_offsets_ptr, row_ids_ptr, slots, num_ids)
-        totals = tl.sum(tl.reshape(ends - begins, [TILE_BLOCKS, BLOCK_M]), axis=1)
-        tl.store(block_sums_ptr + tile * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS), totals)
+        slots = tile * (TILE_BLOCKS * BLOCK_M) + lanes
+        rows = tl.load(row_ids_ptr + slots, mask=slots < num_ids, other=-1)
+        begins = tl.load(row_offsets_ptr + rows, mask=rows >= 0, other=0)
+        ends = tl.load(row_offsets_ptr + rows + 1, mask=rows >= 0, other=0)
+        counts = (ends - begins).to(tl.int32)
+        stops = tl.cumsum(counts, axis=1)
+        totals = tl.sum(counts, axis=1).to(tl.int64)
+        tl.store(stops_ptr + slots, stops)
+        tl.store(block_sums_ptr + num_blocks + slots, begins - (stops - counts))
+        tl.store(block_sums_ptr + tile * TILE_BLOCKS + blocks, totals)
         group_total += totals
-        group_chunks += further_chunks(totals, CHUNK)
-    tl.store(group_sums_ptr + group, tl.sum(group_total))
-    tl.store(group_sums_ptr + MAX_GROUPS + group, tl.sum(group_chunks))
+        group_chunks += totals // CHUNK
+    tl.store(sums_ptr + group, tl.sum(group_total))
+    tl.store(sums_ptr + MAX_GROUPS + group, tl.sum(group_chunks))
 
 
 @triton.jit(
     repr=kernel_name("copy_support_rows", "BLOCK_M", "CHUNK"),
-    do_not_specialize=["num_ids", "num_blocks", "num_groups", "blocks_per_group", "capacity"],
-    do_not_specialize_on_alignment=["token_ids_ptr", "row_offsets_ptr", "row_ids_ptr"],
+    do_not_specialize=["num_ids", "used_blocks", "num_blocks", "num_groups", "capacity"],
+    do_not_specialize_on_alignment=["token_ids_ptr"],
 )
 def _copy_support_rows_kernel(
     token_ids_ptr,  # [*] int32
-    row_offsets_ptr,  # [N + 1] int64
-    row_ids_ptr,  # [M] int64
-    group_sums_ptr,  # [2, MAX_GROUPS] int64
-    block_sums_ptr,  # [num_groups * blocks_per_group] int64
+    sums_ptr,  # as above
+    stops_ptr,
     out_ptr,  # [capacity] int32
     out_offsets_ptr,  # [M + 1] int64
     num_ids,  # M
-    num_blocks,  # those with a slot
+    used_blocks,  # with a slot
+    num_blocks,  # of all groups, equally many each
     num_groups,
-    blocks_per_group,
     capacity,
     LOG2_BLOCK_M: tl.constexpr,
     MAX_GROUPS: tl.constexpr,
@@ -160,33 +161,36 @@ def _copy_support_rows_kernel(
     program = tl.program_id(0)
     groups = tl.arange(0, MAX_GROUPS)
     in_groups = groups < num_groups
-    totals = tl.load(group_sums_ptr + groups, mask=in_groups, other=0)
+    totals = tl.load(sums_ptr + groups, mask=in_groups, other=0)
     lanes = tl.arange(0, BLOCK_M)
+    group_size = num_blocks // num_groups
+    block_sums_ptr = sums_ptr + 2 * MAX_GROUPS
 
     # which chunk of which block, and the ids of all blocks before it
-    if program < num_blocks:
-        group = program // blocks_per_group
-        block, chunk = program, tl.zeros([], dtype=tl.int64)
+    if program < used_blocks:
+        group = program // group_size
+        block = program
+        chunk = (program - program).to(tl.int64)
         begin = tl.sum(tl.where(groups < group, totals, 0))
-        for first in range(group * blocks_per_group, program, BLOCK_M):
+        for first in range(group * group_size, program, BLOCK_M):
             blocks = first + lanes
             begin += tl.sum(tl.load(block_sums_ptr + blocks, mask=blocks < program, other=0))
     else:
-        # the chunk of this ordinal among all that are not the first of their block
-        chunk = (program - num_blocks).to(tl.int64)
-        chunks = tl.load(group_sums_ptr + MAX_GROUPS + groups, mask=in_groups, other=0)
+        # the chunk of this ordinal among all but the first of each block
+        chunk = (program - used_blocks).to(tl.int64)
+        chunks = tl.load(sums_ptr + MAX_GROUPS + groups, mask=in_groups, other=0)
         before = in_groups & (tl.cumsum(chunks) <= chunk)
         group = tl.sum(before.to(tl.int32))
         begin = tl.sum(tl.where(before, totals, 0))
         chunk -= tl.sum(tl.where(before, chunks, 0))
-        block = group * blocks_per_group
-        end = tl.minimum(group + 1, num_groups) * blocks_per_group
-        seen = tl.zeros([], dtype=tl.int64)
-        passed = tl.zeros([], dtype=tl.int64)
-        for first in range(group * blocks_per_group, end, BLOCK_M):
+        block = group * group_size
+        end = tl.minimum(block + group_size, num_blocks)
+        seen = (program - program).to(tl.int64)
+        passed = seen
+        for first in range(group * group_size, end, BLOCK_M):
             in_group = first + lanes < end
             sums = tl.load(block_sums_ptr + first + lanes, mask=in_group, other=0)
-            further = further_chunks(sums, CHUNK)
+            further = sums // CHUNK
             earlier = in_group & (seen + tl.cumsum(further) <= chunk)
             block += tl.sum(earlier.to(tl.int32))
             begin += tl.sum(tl.where(earlier, sums, 0))
@@ -195,27 +199,25 @@ def _copy_support_rows_kernel(
         chunk += 1 - passed
 
     within = tl.arange(0, CHUNK)
-    if block < num_blocks:
-        slots = block.to(tl.int64) * BLOCK_M + lanes
-        begins, ends = load_row_bounds(row_offsets_ptr, row_ids_ptr, slots, num_ids)
-        counts = ends - begins
-        stops = tl.cumsum(counts)
+    if block < used_blocks:
+        first_slot = block.to(tl.int64) * BLOCK_M
         if chunk == 0:
+            slots = first_slot + lanes
+            stops = tl.load(stops_ptr + slots)
             tl.store(out_offsets_ptr + 1 + slots, begin + stops, mask=slots < num_ids)
             if block == 0:
                 tl.store(out_offsets_ptr, begin)
-        # the slot of a position: how many slots stop at or before it
-        first_position = chunk * CHUNK
-        stops_here = tl.minimum(tl.maximum(stops - first_position, 0), CHUNK).to(tl.int32)
+        # the slot of a position: how many slots of the block stop at or before it
+        position = (chunk * CHUNK).to(tl.int32) + within
         slot = tl.zeros([CHUNK], dtype=tl.int32)
         for i in tl.static_range(LOG2_BLOCK_M):
             further = slot + (BLOCK_M >> (i + 1))
-            probed = tl.gather(stops_here, further - 1, axis=0)
-            slot = tl.where(probed <= within, further, slot)
-        source = tl.gather(begins - (stops - counts), slot, axis=0) + first_position + within
-        out = begin + first_position + within
-        wanted = (within < tl.max(stops_here)) & (out < capacity)
-        ids = tl.load(token_ids_ptr + source, mask=wanted, other=-1)
+            stop = tl.load(stops_ptr + first_slot + (further - 1))
+            slot = tl.where(stop <= position, further, slot)
+        shift = tl.load(block_sums_ptr + num_blocks + first_slot + slot)
+        out = begin + position
+        wanted = (position < tl.load(block_sums_ptr + block)) & (out < capacity)
+        ids = tl.load(token_ids_ptr + shift + position, mask=wanted, other=-1)
         tl.store(out_ptr + out, ids, mask=wanted)
     else:
         # past the last id: ``begin`` is the total, and ``chunk`` counts from 1 there
@@ -277,22 +279,23 @@ def _gather_ragged_support_cuda(
     num_tiles = _ceil_div(num_ids, _TILE_BLOCKS * _BLOCK_M)
     tiles_per_group = _ceil_div(num_tiles, _MAX_GROUPS)
     num_groups = _ceil_div(num_tiles, tiles_per_group)
-    blocks_per_group = tiles_per_group * _TILE_BLOCKS
-    num_blocks = _ceil_div(num_ids, _BLOCK_M)
-    sums = row_offsets.new_empty(2 * _MAX_GROUPS + num_groups * blocks_per_group)
-    group_sums, block_sums = sums[: 2 * _MAX_GROUPS], sums[2 * _MAX_GROUPS :]
+    num_blocks = num_groups * tiles_per_group * _TILE_BLOCKS
+    used_blocks = _ceil_div(num_ids, _BLOCK_M)
+    sums = row_offsets.new_empty(2 * _MAX_GROUPS + num_blocks * (1 + _BLOCK_M))
+    stops = token_ids.new_empty(num_blocks * _BLOCK_M)
     _launch_sum_support_rows(
         (num_groups,),
-        (row_offsets, row_ids, group_sums, block_sums, num_ids, tiles_per_group),
+        (row_offsets, row_ids, sums, stops, num_ids, tiles_per_group, num_blocks),
         (_TILE_BLOCKS, _MAX_GROUPS, _BLOCK_M, _CHUNK),
         num_warps=8,
     )
-    # further chunks and chunks of the end: each but one has CHUNK places of the buffer behind it
+    # a chunk after the first has CHUNK ids of its block before it, so that capacity // CHUNK + 1
+    # programs reach the capacity: with such chunks, and from the last id on with those of the end
     _launch_copy_support_rows(
-        (num_blocks + capacity // _CHUNK + 1,),
+        (used_blocks + capacity // _CHUNK + 1,),
         (
-            token_ids, row_offsets, row_ids, group_sums, block_sums, out, out_offsets, num_ids,
-            num_blocks, num_groups, blocks_per_group, capacity,
+            token_ids, sums, stops, out, out_offsets, num_ids, used_blocks, num_blocks, num_groups,
+            capacity,
         ),
         (_BLOCK_M.bit_length() - 1, _MAX_GROUPS, _BLOCK_M, _CHUNK),
     )  # fmt: skip
@@ -351,9 +354,11 @@ def _pad_ragged_support_fake(
     return token_ids.new_empty((row_ids.shape[0], width))
 
 
-_gather_rows_op = torch.ops.packhorse.gather_rows.default
-_gather_ragged_support_op = torch.ops.packhorse.gather_ragged_support.default
-_pad_ragged_support_op = torch.ops.packhorse.pad_ragged_support.default
+_ops = torch.ops.packhorse
+_gather_ragged_support_op = called_directly(
+    _ops.gather_ragged_support.default, _gather_ragged_support_cuda
+)
+_pad_ragged_support_op = called_directly(_ops.pad_ragged_support.default, _pad_ragged_support_cuda)
 
 
 # --- public API -----------------------------------------------------------------------------------
@@ -403,8 +408,8 @@ def gather_ragged_support(
         token_ids: [total ids] int32, contiguous, CPU or CUDA: the ids of all rows, one row after
             another.
         row_offsets: [N + 1] int64, contiguous, on ``token_ids.device``: row r holds
-            ``token_ids[row_offsets[r] : row_offsets[r + 1]]``. First 0, last the total,
-            non-decreasing.
+            ``token_ids[row_offsets[r] : row_offsets[r + 1]]``, at most ``MAX_ROW_IDS`` ids. First
+            0, last the total, non-decreasing.
         row_ids: [M] int64, contiguous, on ``token_ids.device``, each in [-1, N).
         capacity: ids of the output, at least those of the named rows. By default as many as
             ``token_ids`` has, which suffices while no row is named twice; a caller that knows fewer
@@ -418,8 +423,9 @@ def gather_ragged_support(
     Raises:
         TypeError: a dtype is wrong, or ``capacity`` is no int.
         ValueError: a shape or device is wrong, ``capacity`` is negative; or, on the CPU, the
-            offsets do not rise from 0 to the total, a row id is out of range, or ``capacity`` is
-            too small. Values on a GPU are not read; ``PACKHORSE_CHECK=1`` checks them there.
+            offsets do not rise from 0 to the total, a row is too wide, a row id is out of range, or
+            ``capacity`` is too small. Values on a GPU are not read; ``PACKHORSE_CHECK=1`` checks
+            them there.
 
     Source: vLLM's ``sampling_mask`` is such ids and counts.
 
@@ -430,11 +436,17 @@ def gather_ragged_support(
         ([4, -1, -1], [0, 1, 1])
     """
     name = "gather_ragged_support"
-    _check_ragged(name, token_ids, row_offsets, row_ids)
+    check_ragged_rows(name, token_ids, row_offsets)
+    check_row_ids(name, row_ids, "token_ids", token_ids)
+    if checks_values(row_ids):
+        check_row_range(name, row_ids, row_offsets.shape[0] - 1)
     if capacity is None:
         capacity = token_ids.shape[0]
     else:
         _check_size(name, "capacity", capacity)
+    if checks_values(row_offsets):
+        narrow = (row_offsets.diff() <= MAX_ROW_IDS).all()
+        check_values(narrow, f"{name}: a row has more than MAX_ROW_IDS={MAX_ROW_IDS} ids")
     ids, offsets = _gather_ragged_support_op(token_ids, row_offsets, row_ids, capacity)
     if checks_values(row_ids):
         shown = "capacity" if torch.compiler.is_compiling() else f"capacity={capacity}"
@@ -465,7 +477,10 @@ def pad_ragged_support(
         [[4, -1], [-1, -1], [7, 9]]
     """
     name = "pad_ragged_support"
-    _check_ragged(name, token_ids, row_offsets, row_ids)
+    check_ragged_rows(name, token_ids, row_offsets)
+    check_row_ids(name, row_ids, "token_ids", token_ids)
+    if checks_values(row_ids):
+        check_row_range(name, row_ids, row_offsets.shape[0] - 1)
     _check_size(name, "width", width)
     if checks_values(row_ids):
         # -1 takes the last entry, the width of no row
@@ -482,7 +497,7 @@ def _check_size(name: str, field: str, size: int) -> None:
         raise ValueError(f"{name}: {field} must be >= 0, got {size}")
 
 
-def _check_ragged(name: str, token_ids: Tensor, row_offsets: Tensor, row_ids: Tensor) -> None:
+def check_ragged_rows(name: str, token_ids: Tensor, row_offsets: Tensor) -> None:
     for field, tensor, dtype, shape in (
         ("token_ids", token_ids, torch.int32, "[total ids]"),
         ("row_offsets", row_offsets, torch.int64, "[N + 1]"),
@@ -499,9 +514,7 @@ def _check_ragged(name: str, token_ids: Tensor, row_offsets: Tensor, row_ids: Te
         raise ValueError(
             f"{name}: row_offsets on {row_offsets.device}, token_ids on {token_ids.device}"
         )
-    check_row_ids(name, row_ids, "token_ids", token_ids)
-    if checks_values(row_ids):
-        rise = (row_offsets[:1] == 0).all() & (row_offsets[-1:] == token_ids.shape[0]).all()
+    if checks_values(row_offsets):
+        rise = (row_offsets[0] == 0) & (row_offsets[-1] == token_ids.shape[0])
         rise = rise & (row_offsets.diff() >= 0).all()
         check_values(rise, f"{name}: row_offsets must rise from 0 to the number of token_ids")
-        check_row_range(name, row_ids, row_offsets.shape[0] - 1)

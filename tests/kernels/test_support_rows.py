@@ -6,7 +6,7 @@ Oracle: Python lists that share no code with the package. Tolerance: none; ids a
 import os
 import subprocess
 import sys
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from packhorse.kernels import support_rows
 from packhorse.kernels.support_rows import (
+    MAX_ROW_IDS,
     gather_ragged_support,
     gather_support,
     pad_ragged_support,
@@ -352,22 +353,28 @@ def test_many_more_slots_than_groups(cuda):
     assert (out.token_ids[slots.shape[0] :] == -1).all()
 
 
-@pytest.mark.gpu_memory(gib=28)
+@pytest.mark.gpu_memory(gib=32)
 def test_totals_past_int32(cuda):
-    huge = 2**31 + 5
-    row_offsets = torch.tensor([0, 3, 3 + huge, huge + 8], device=cuda)
-    token_ids = torch.zeros(huge + 8, dtype=torch.int32, device=cuda)
-    token_ids[:3], token_ids[3 + huge :] = 7, 9
-    token_ids[2 + huge] = 8
-    row_ids = torch.tensor([1, 2, -1, 0], device=cuda)
+    widths = [3, *[MAX_ROW_IDS] * 520, 5]
+    token_ids = torch.arange(sum(widths), device=cuda, dtype=torch.int64).int()  # wraps
+    assert token_ids.shape[0] > 2**31
+    offsets = [0, *accumulate(widths)]
+    row_offsets = torch.tensor(offsets, device=cuda)
+    rows = [521, *range(520, 0, -1), -1, 0]
+    row_ids = torch.tensor(rows, device=cuda)
     out = gather_ragged_support(token_ids, row_offsets, row_ids)
-    assert out.row_offsets.tolist() == [0, huge, huge + 5, huge + 5, huge + 8]
-    assert out.token_ids[huge - 2 :].tolist() == [0, 8, 9, 9, 9, 9, 9, 7, 7, 7]
-    assert not out.token_ids[: huge - 1].any()
-    del out
-    padded = pad_ragged_support(token_ids, row_offsets, row_ids[1:], width=715_827_888)
-    assert padded[:, :6].tolist() == [[9] * 5 + [-1], [-1] * 6, [7] * 3 + [-1] * 3]
-    assert (padded[:, 6:] == -1).all()
+    expected = [0, *accumulate(widths[row] if row >= 0 else 0 for row in rows)]
+    assert out.row_offsets.tolist() == expected
+    for slot, row in enumerate(rows):
+        if row >= 0:
+            slice = out.token_ids[expected[slot] : expected[slot + 1]]
+            assert torch.equal(slice, token_ids[offsets[row] : offsets[row + 1]])
+    del out, slice
+    padded = pad_ragged_support(token_ids, row_offsets, row_ids, width=MAX_ROW_IDS)
+    for slot, row in enumerate(rows):
+        width = widths[row] if row >= 0 else 0
+        assert torch.equal(padded[slot, :width], token_ids[offsets[row] :][:width])
+        assert (padded[slot, width:] == -1).all()
 
 
 # --- rejections -----------------------------------------------------------------------------------
@@ -427,6 +434,14 @@ def test_ragged_rejects(function, size, changed, error, message):
     given[size] = given.pop("size")
     with pytest.raises(error, match=f"^{function.__name__}: " + message.replace("SIZE", size)):
         function(**given)
+
+
+def test_a_row_wider_than_any_vocabulary_is_refused():
+    offsets = torch.tensor([0, MAX_ROW_IDS + 1])
+    token_ids = torch.zeros(1, dtype=torch.int32).expand(MAX_ROW_IDS + 1).contiguous()
+    with pytest.raises(ValueError, match=r"^gather_ragged_support: a row has more than MAX_ROW"):
+        gather_ragged_support(token_ids, offsets, torch.tensor([-1]))
+    pad_ragged_support(token_ids, offsets, torch.tensor([-1]), width=1)
 
 
 CHECKED = """
