@@ -1,4 +1,4 @@
-"""validate_routes, validate_support and validate_ragged_support.
+"""validate_routes, the results of all checks, and their contracts.
 
 Oracle: loops over Python lists that share no code with the package. Every count is exact.
 """
@@ -7,14 +7,12 @@ import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from packhorse import PackedTensor
-from packhorse.kernels import faults
 from packhorse.kernels.faults import NO_FAULT
 from packhorse.kernels.routes import ROUTE_DTYPES
 from packhorse.kernels.validate import (
@@ -23,148 +21,21 @@ from packhorse.kernels.validate import (
     validate_support,
 )
 from packhorse.packed import collate
+from tests.kernels.validate_oracle import (
+    check_routes,
+    faults_of_routes,
+    faults_of_rows,
+    make_ragged,
+    make_routes,
+    make_support,
+    spoil,
+    spoil_support,
+)
 
 DTYPES = sorted(ROUTE_DTYPES, key=str)
 routes_op = torch.ops.packhorse.validate_routes.default
 support_op = torch.ops.packhorse.validate_support.default
 ragged_op = torch.ops.packhorse.validate_ragged_support.default
-
-
-# --- oracles --------------------------------------------------------------------------------------
-
-
-def fault_of_route(ids: list[int], num_experts: int, unsigned: bool) -> str | None:
-    missing = 0 if unsigned else ids.count(-1)
-    if missing == len(ids):
-        return "missing"
-    if missing:
-        return "partly_missing"
-    if any(not 0 <= expert < num_experts for expert in ids):
-        return "out_of_range"
-    if len(ids) > 1 and not any(ids):
-        return "all_zero"
-    if len(set(ids)) < len(ids):
-        return "repeated"
-    return None
-
-
-def faults_of_routes(routes: torch.Tensor, layers, num_experts: int) -> dict[str, tuple]:
-    """name -> (cells, row, layer) as ``RouteCheck.read`` gives them."""
-    found: dict[str, list[tuple[int, int]]] = {}
-    if routes.shape[2]:
-        for row, of_row in enumerate(routes.tolist()):
-            for layer in layers:
-                name = fault_of_route(of_row[layer], num_experts, routes.dtype == torch.uint8)
-                if name:
-                    found.setdefault(name, []).append((row, layer))
-    return {name: (len(cells), *min(cells)) for name, cells in found.items()}
-
-
-def fault_of_row(ids: list[int], sampled: int, vocab_size: int) -> str | None:
-    named = [token for token in ids if token != -1]
-    if any(not 0 <= token < vocab_size for token in named):
-        return "out_of_range"
-    if ids[: len(named)] != named:
-        return "not_compacted"
-    if len(set(named)) < len(named):
-        return "repeated"
-    if named and sampled not in named:
-        return "sampled_missing"
-    return None
-
-
-def faults_of_rows(rows: list[list[int]], sampled: torch.Tensor, vocab_size: int) -> dict:
-    found: dict[str, list[int]] = {}
-    for row, (ids, one) in enumerate(zip(rows, sampled.tolist(), strict=True)):
-        name = fault_of_row(ids, one, vocab_size)
-        if name:
-            found.setdefault(name, []).append(row)
-    return {name: (len(rows), min(rows)) for name, rows in found.items()}
-
-
-# --- inputs ---------------------------------------------------------------------------------------
-
-
-def make_routes(num_rows, num_layers, topk, num_experts, dtype, device, seed=0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.rand(num_rows, num_layers, num_experts, generator=generator)
-    return scores.topk(topk, -1).indices.to(dtype).to(device)
-
-
-def spoil(routes: torch.Tensor, num_experts: int, share: float, seed: int) -> None:
-    """Faults of all kinds that the dtype can hold, in ``share`` of the cells."""
-    rng = np.random.default_rng(seed)
-    topk = routes.shape[2]
-    top = torch.iinfo(routes.dtype).max
-    for row, layer in np.argwhere(rng.random(routes.shape[:2]) < share):
-        cell = routes[row, layer]
-        kind, k = rng.integers(7), rng.integers(topk)
-        if kind == 0:
-            cell[:] = 0
-        elif kind == 1:
-            cell[k] = cell[0]
-        elif kind == 2 and num_experts <= top:
-            cell[k] = rng.integers(num_experts, min(top, num_experts + 3) + 1)
-        elif kind == 3 and num_experts <= top:
-            cell[k] = top
-        elif routes.dtype != torch.uint8:
-            if kind == 4:
-                cell[:] = -1
-            elif kind == 5:
-                cell[k] = -1
-            elif kind == 6:
-                cell[k] = rng.choice([-2, -3, torch.iinfo(routes.dtype).min])
-
-
-def make_support(num_rows, width, vocab_size, device, *, ascending, seed=0):
-    """Rows of 0 to ``width`` ids and sampled members of them."""
-    rng = np.random.default_rng(seed)
-    rows = np.full((num_rows, width), -1, dtype=np.int32)
-    sampled = rng.integers(0, vocab_size, num_rows)
-    for row in rows:
-        ids = rng.choice(vocab_size, rng.integers(0, width + 1), replace=False)
-        row[: len(ids)] = np.sort(ids) if ascending else ids
-    for i in np.flatnonzero(rows[:, 0] >= 0) if width else ():
-        sampled[i] = rng.choice(rows[i][rows[i] >= 0])
-    return torch.from_numpy(rows).to(device), torch.from_numpy(sampled).to(device)
-
-
-def spoil_support(support: torch.Tensor, sampled: torch.Tensor, vocab_size: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    width = support.shape[1]
-    for row in np.flatnonzero(rng.random(support.shape[0]) < 0.3):
-        kind, c = rng.integers(6), rng.integers(width)
-        if kind == 0:
-            support[row, c] = vocab_size + rng.integers(3)
-        elif kind == 1:
-            support[row, c] = rng.choice([-2, -(2**31), 2**31 - 1])
-        elif kind == 2:
-            support[row, c] = -1
-        elif kind == 3:
-            support[row, c] = support[row, 0]
-        elif kind == 4:
-            sampled[row] = rng.integers(vocab_size)
-        else:
-            sampled[row] = rng.choice([-1, vocab_size, torch.iinfo(sampled.dtype).max])
-
-
-def check_routes(routes, num_experts, layers=None) -> None:
-    listed = range(routes.shape[1]) if layers is None else layers
-    listed = listed.tolist() if isinstance(listed, torch.Tensor) else listed
-    found = validate_routes(routes, num_experts=num_experts, layers=layers)
-    expected = faults_of_routes(routes, listed, num_experts)
-    assert found.read() == expected
-    assert found.counts.dtype == found.first.dtype == torch.int64
-    for k, name in enumerate(faults.ROUTE_FAULTS):
-        count, row, layer = expected.get(name, (0, None, None))
-        assert found.counts[k].item() == count
-        flat = NO_FAULT if row is None else row * routes.shape[1] + layer
-        assert found.first[k].item() == flat
-
-
-def check_support(support, sampled, vocab_size) -> None:
-    found = validate_support(support, sampled, vocab_size=vocab_size)
-    assert found.read() == faults_of_rows(support.tolist(), sampled, vocab_size)
 
 
 # --- routes ---------------------------------------------------------------------------------------
@@ -308,144 +179,6 @@ def test_checks_of_parts_combine(device):
     assert torch.equal(whole.counts, parts[0].counts + parts[1].counts)
     later = torch.where(parts[1].counts > 0, parts[1].first + 20 * 3, NO_FAULT)
     assert torch.equal(whole.first, torch.minimum(parts[0].first, later))
-
-
-# --- support --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sampled_dtype", [torch.int64, torch.int32], ids=str)
-@pytest.mark.parametrize("ascending", [True, False])
-@pytest.mark.parametrize("width", [1, 2, 7, 20, 64, 128, 129])
-def test_support_matches_a_loop(width, ascending, sampled_dtype, device):
-    num_rows = 120 if width <= 20 else 30
-    support, sampled = make_support(num_rows, width, 900, device, ascending=ascending, seed=width)
-    sampled = sampled.to(sampled_dtype)
-    check_support(support, sampled, 900)
-    assert validate_support(support, sampled, vocab_size=900).read() == {}
-    spoil_support(support, sampled, 900, seed=width)
-    check_support(support, sampled, 900)
-
-
-@given(
-    num_rows=st.integers(0, 20),
-    width=st.integers(0, 6),
-    vocab_size=st.integers(1, 5),
-    data=st.data(),
-)
-def test_any_support(num_rows, width, vocab_size, data):
-    size = num_rows * width
-    ids = data.draw(st.lists(st.integers(-2, 5), min_size=size, max_size=size))
-    sampled = data.draw(st.lists(st.integers(-1, 5), min_size=num_rows, max_size=num_rows))
-    support = torch.tensor(ids, dtype=torch.int32).view(num_rows, width)
-    sampled = torch.tensor(sampled, dtype=torch.int64)
-    check_support(support, sampled, vocab_size)
-    rows = [[token for token in row if token != -1] for row in support.tolist()]
-    check_ragged(rows, sampled, vocab_size)
-
-
-def test_a_sampled_id_outside_the_support_is_found(device):
-    """Trap 57: support {0, 1}, sampled 3. A row without an id belongs to no sampled token."""
-    support = torch.tensor([[0, 1], [-1, -1], [3, -1]], dtype=torch.int32, device=device)
-    sampled = torch.tensor([3, 3, 3], device=device)
-    found = validate_support(support, sampled, vocab_size=4)
-    assert found.read() == {"sampled_missing": (1, 0)}
-
-
-def test_each_row_has_one_fault(device):
-    rows = {
-        (9, -1, 9): "out_of_range",
-        (-2, 1, 1): "out_of_range",
-        (1, -1, 1): "not_compacted",
-        (-1, 5, 5): "not_compacted",
-        (5, 1, 5): "repeated",
-        (1, 1, -1): "repeated",
-        (1, 2, 3): "sampled_missing",
-        (3, 2, 1): "sampled_missing",
-    }
-    for ids, name in rows.items():
-        support = torch.tensor([ids], dtype=torch.int32, device=device)
-        sampled = torch.tensor([7], device=device)
-        assert validate_support(support, sampled, vocab_size=9).read() == {name: (1, 0)}
-
-
-def test_a_sampled_id_past_int32_is_no_member(device):
-    support = torch.tensor([[5, -1]], dtype=torch.int32, device=device)
-    for sampled in (2**32 + 5, -(2**32) + 5, -1):
-        found = validate_support(support, torch.tensor([sampled], device=device), vocab_size=9)
-        assert found.read() == {"sampled_missing": (1, 0)}
-
-
-def test_repeats_are_found_wherever_they_stand(device):
-    for width in (2, 5, 33, 128):
-        for first in (0, width // 2):
-            for second in {min(first + 1, width - 1), width - 1} - {first}:
-                ids = torch.arange(width, dtype=torch.int32, device=device).repeat(3, 1)
-                ids[1, second] = ids[1, first]
-                sampled = torch.zeros(3, dtype=torch.int64, device=device)
-                found = validate_support(ids, sampled, vocab_size=width)
-                assert found.read() == {"repeated": (1, 1)}
-
-
-def test_strided_support(device):
-    support, sampled = make_support(40, 24, 90, device, ascending=False)
-    spoil_support(support, sampled, 90, seed=1)
-    for view in (support[::2], support[:, ::2], support[:, 3:9], support[3:, 1:], support.flip(0)):
-        check_support(view, sampled[: view.shape[0]], 90)
-        check_support(view, torch.stack([sampled, sampled], 1)[: view.shape[0], 0], 90)
-    check_support(support[:24].T, sampled[:24], 90)
-
-
-@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0), (0, 200)])
-def test_empty_support(shape, device):
-    support = torch.full(shape, -1, dtype=torch.int32, device=device)
-    sampled = torch.zeros(shape[0], dtype=torch.int64, device=device)
-    assert validate_support(support, sampled, vocab_size=4).read() == {}
-
-
-# --- ragged support -------------------------------------------------------------------------------
-
-
-def make_ragged(rows: list[list[int]], device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)])
-    ids = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
-    return ids.to(device), torch.from_numpy(offsets.astype(np.int64)).to(device)
-
-
-def check_ragged(rows: list[list[int]], sampled: torch.Tensor, vocab_size: int) -> None:
-    ids, offsets = make_ragged(rows, str(sampled.device))
-    found = validate_ragged_support(ids, offsets, sampled, vocab_size=vocab_size)
-    # there is no padding: -1 is an id out of range
-    expected = [[vocab_size if token == -1 else token for token in row] for row in rows]
-    assert found.read() == faults_of_rows(expected, sampled, vocab_size)
-
-
-@pytest.mark.parametrize("ascending", [True, False])
-def test_ragged_matches_a_loop(ascending, device):
-    support, sampled = make_support(200, 30, 400, device, ascending=ascending)
-    rows = [[token for token in row if token != -1] for row in support.tolist()]
-    rows[77] = list(range(399, -1, -1))
-    sampled[77] = 5
-    check_ragged(rows, sampled, 400)
-    rng = np.random.default_rng(0)
-    for row in rng.choice(200, 60, replace=False):
-        if rows[row]:
-            c = rng.integers(len(rows[row]))
-            rows[row][c] = [rows[row][0], 400, -1, -2, 2**31 - 1, -(2**31)][rng.integers(6)]
-    check_ragged(rows, sampled, 400)
-    check_ragged(rows, sampled.int(), 400)
-
-
-def test_equal_ids_of_two_rows_are_no_repeat(device):
-    sampled = torch.tensor([5, 5, 5], device=device)
-    check_ragged([[5], [5], [5, 5]], sampled, 9)
-    check_ragged([[4, 5], [5, 4], []], sampled, 9)
-    big = 2**31 - 1
-    check_ragged([[big - 2, big - 1], [-4, -4], [0]], sampled * 0 + big - 1, big)
-
-
-def test_empty_ragged_support(device):
-    check_ragged([], torch.zeros(0, dtype=torch.int64, device=device), 9)
-    check_ragged([[], [], []], torch.zeros(3, dtype=torch.int64, device=device), 9)
 
 
 # --- results --------------------------------------------------------------------------------------
@@ -659,8 +392,6 @@ def test_offsets_past_int32(cuda):
 
 ROUTES = torch.tensor([[[0, 1], [2, 3], [1, 0]]] * 2, dtype=torch.uint8)
 TABLE = torch.tensor([0, 3], dtype=torch.int32)
-SUPPORT, SAMPLED = torch.tensor([[0, 1], [2, -1]], dtype=torch.int32), torch.tensor([0, 2])
-IDS, OFFSETS = make_ragged([[0, 1], [2]], "cpu")
 
 
 @pytest.mark.parametrize(
@@ -686,51 +417,6 @@ IDS, OFFSETS = make_ragged([[0, 1], [2]], "cpu")
 def test_validate_routes_rejects(routes, keywords, error, message):
     with pytest.raises(error, match="^validate_routes: " + message):
         validate_routes(routes, **{"num_experts": 4, **keywords})
-
-
-SAMPLED_FAULTS = [
-    ({"sampled_ids": SAMPLED.short()}, TypeError, "sampled_ids must be int64 or int32, got torch"),
-    ({"sampled_ids": SAMPLED[:1]}, ValueError, r"sampled_ids must be \[N\] with N = 2, got \(1,\)"),
-    ({"sampled_ids": SAMPLED[None]}, ValueError, r"sampled_ids must be \[N\] with N = 2"),
-    ({"sampled_ids": SAMPLED.to("meta")}, ValueError, "sampled_ids on meta, [a-z_]* on cpu"),
-    ({"vocab_size": 4.0}, TypeError, "vocab_size must be an int, got float"),
-    ({"vocab_size": 0}, ValueError, "vocab_size must be from 1"),
-    ({"vocab_size": 2**31}, ValueError, "vocab_size must be from 1"),
-]
-
-
-@pytest.mark.parametrize(
-    ("changed", "error", "message"),
-    [
-        ({"support": SUPPORT.long()}, TypeError, "support must be int32, got torch.int64"),
-        ({"support": IDS}, ValueError, r"support must be \[N, C\], got \(3,\)"),
-        *SAMPLED_FAULTS,
-    ],
-)
-def test_validate_support_rejects(changed, error, message):
-    given = {"support": SUPPORT, "sampled_ids": SAMPLED, "vocab_size": 4, **changed}
-    with pytest.raises(error, match="^validate_support: " + message):
-        validate_support(**given)
-
-
-@pytest.mark.parametrize(
-    ("changed", "error", "message"),
-    [
-        ({"token_ids": IDS.long()}, TypeError, "token_ids must be int32, got torch.int64"),
-        ({"token_ids": SUPPORT}, ValueError, r"token_ids must be contiguous \[total ids\]"),
-        ({"row_offsets": OFFSETS.int()}, TypeError, "row_offsets must be int64, got torch.int32"),
-        ({"row_offsets": OFFSETS[:0]}, ValueError, r"row_offsets must be \[N \+ 1\], got no"),
-        ({"row_offsets": OFFSETS[:-1]}, ValueError, "row_offsets must rise from 0 to the number"),
-        ({"row_offsets": OFFSETS.to("meta")}, ValueError, "row_offsets on meta, token_ids on cpu"),
-        *SAMPLED_FAULTS,
-    ],
-)
-def test_validate_ragged_support_rejects(changed, error, message):
-    given = {
-        "token_ids": IDS, "row_offsets": OFFSETS, "sampled_ids": SAMPLED, "vocab_size": 4, **changed
-    }  # fmt: skip
-    with pytest.raises(error, match="^validate_ragged_support: " + message):
-        validate_ragged_support(**given)
 
 
 def test_a_table_of_layers_on_a_device_is_read_when_checked(device):
