@@ -12,6 +12,7 @@ Megatron is imported by the functions that need it.
 
 import itertools
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -292,6 +293,8 @@ def check_layout(layout: TokenLayout, config: Any, router: LocatedRouter | None)
 
 def spread_offset(layout: TokenLayout, topk: int) -> int:
     """Where this rank's "spread" dummies begin: ranks that hold different tokens begin apart."""
+    if "megatron.core.parallel_state" not in sys.modules:  # no ranks without it
+        return 0
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
