@@ -86,7 +86,7 @@ _launch_fill_dummy_routes = Launcher(_fill_dummy_routes_kernel)
 
 _UNIT_BYTES = 16
 _BLOCK = 2048
-_BLOCKS_OF_A_PROGRAM = 8
+_BLOCKS_OF_A_PROGRAM = 2
 
 
 def _fill_dummy_routes_cuda(

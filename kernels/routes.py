@@ -171,14 +171,14 @@ def _gather_routes_kernel(
 
 
 @triton.jit(
-    repr=kernel_name("gather_routes_by_element", "routes_ptr", "topk_ids_ptr", "TOPK"),
+    repr=kernel_name("gather_routes_by_unit", "routes_ptr", "topk_ids_ptr", "TOPK"),
     do_not_specialize=[
         "num_ids", "first_layer", "layer_step", "num_layers", "stride_routes_row",
         "stride_routes_layer", "num_experts", "ep_size", "spread_offset",
     ],
     do_not_specialize_on_alignment=["layers_ptr", "row_ids_ptr", "missing_ptr"],
 )  # fmt: skip
-def _gather_routes_by_element_kernel(
+def _gather_routes_by_unit_kernel(
     routes_ptr,  # [N, L, K], unit stride along K; all as in _gather_routes_kernel
     row_ids_ptr,  # [M] int64
     layers_ptr,  # [J] int32, or None
@@ -189,41 +189,42 @@ def _gather_routes_by_element_kernel(
     first_layer,
     layer_step,
     num_layers,
-    stride_routes_row,  # elements
+    stride_routes_row,  # both in units of UNIT elements
     stride_routes_layer,
     num_experts,
     ep_size,
     spread_offset,
     TOPK: tl.constexpr,  # not a power of 2
-    UNIT: tl.constexpr,  # the power of 2 in K: elements of the output that stand aligned together
+    UNIT: tl.constexpr,  # elements that move together: a power of 2 that divides K and the strides
     LAYERS: tl.constexpr,  # of one program
-    BLOCK: tl.constexpr,
+    BLOCK_U: tl.constexpr,
 ):
-    # a layer's output is one run of M * K elements, in which K divides nothing
-    begin = tl.program_id(0).to(tl.int64) * BLOCK
-    first_slot = begin // TOPK
-    within = (begin - first_slot * TOPK).to(tl.int32) + tl.arange(0, BLOCK)
-    passed = within // TOPK
-    k = within - passed * TOPK
+    # a layer's output is one run of M * K / UNIT units, and no unit spans two tokens
+    begin = tl.program_id(0).to(tl.int64) * BLOCK_U
+    first_slot = begin // (TOPK // UNIT)
+    within = (begin - first_slot * (TOPK // UNIT)).to(tl.int32) + tl.arange(0, BLOCK_U)
+    passed = within // (TOPK // UNIT)
+    unit = within - passed * (TOPK // UNIT)
     slots = first_slot + passed
     in_bounds = slots < num_ids
     rows = tl.load(row_ids_ptr + slots, mask=in_bounds, other=-1)
-    present = rows >= 0
+    present = (rows >= 0)[:, None]
     if tl.program_id(1) == 0:
-        tl.store(mask_ptr + slots, rows < 0, mask=in_bounds & (k == 0))
+        tl.store(mask_ptr + slots, rows < 0, mask=in_bounds & (unit == 0))
+    lane = tl.arange(0, UNIT)[None, :]
+    k = unit[:, None] * UNIT + lane
     if missing_ptr is None:
         dummies = k
     else:
-        dummies = tl.zeros([BLOCK], dtype=tl.int32)
+        dummies = tl.zeros([BLOCK_U, UNIT], dtype=tl.int32)
         if tl.max((rows < 0).to(tl.int32)) > 0:
             ordinals = tl.load(missing_ptr + slots, mask=in_bounds, other=1) - 1
             begins = (ordinals * TOPK + spread_offset) % num_experts
-            dummies = dealt_expert(begins.to(tl.int32) + k, num_experts, ep_size)
+            dummies = dealt_expert(begins.to(tl.int32)[:, None] + k, num_experts, ep_size)
     dummies = dummies.to(topk_ids_ptr.dtype.element_ty)
-    source = rows * stride_routes_row + k
-    left = (num_ids * (TOPK // UNIT) - begin // UNIT) * UNIT  # UNIT divides BLOCK
-    stored = tl.arange(0, BLOCK) < left
-    size = num_ids.to(tl.int64) * (TOPK // UNIT) * UNIT
+    source = rows * stride_routes_row + unit
+    flat = begin + tl.arange(0, BLOCK_U)
+    size = num_ids.to(tl.int64) * (TOPK // UNIT)
     for step in tl.static_range(LAYERS):
         layer = tl.program_id(1) * LAYERS + step
         wanted = layer < num_layers
@@ -231,22 +232,22 @@ def _gather_routes_by_element_kernel(
             captured = first_layer + layer_step * layer
         else:
             captured = tl.load(layers_ptr + layer, mask=wanted, other=0)
-        src = source + captured.to(tl.int64) * stride_routes_layer
+        src = (source + captured.to(tl.int64) * stride_routes_layer)[:, None] * UNIT + lane
         values = tl.load(routes_ptr + src, mask=present & wanted, other=0)
         values = tl.where(present, values.to(dummies.dtype), dummies)
-        dst = layer.to(tl.int64) * size + begin + tl.arange(0, BLOCK)
-        tl.store(topk_ids_ptr + dst, values, mask=stored & wanted)
+        dst = (layer.to(tl.int64) * size + flat)[:, None] * UNIT + lane
+        tl.store(topk_ids_ptr + dst, values, mask=in_bounds[:, None] & wanted)
 
 
 _launch_gather_routes = Launcher(_gather_routes_kernel)
-_launch_gather_routes_by_element = Launcher(_gather_routes_by_element_kernel)
+_launch_gather_routes_by_unit = Launcher(_gather_routes_by_unit_kernel)
 
 _UNIT_BYTES = 16
 _RUNS = (256, 128)  # elements of a row that one program reads
 _TILE = 4096
 _STRIDED_TILE = 2048  # strided reads hold an int64 address an element
 _LAYERS = 8
-_BLOCK = 1024
+_BLOCK_U = 512
 
 
 def _gather_routes_cuda(
@@ -275,14 +276,16 @@ def _gather_routes_cuda(
     stride_row, stride_layer, _ = routes.stride()
     block_k = 1 << (topk - 1).bit_length()
     if block_k != topk:
-        unit = topk & -topk
-        _launch_gather_routes_by_element(
-            ((num_ids * topk + _BLOCK - 1) // _BLOCK, (num_layers + _LAYERS - 1) // _LAYERS),
+        unit = math.gcd(_UNIT_BYTES // routes.itemsize, topk, stride_row, stride_layer)
+        num_units = num_ids * (topk // unit)
+        _launch_gather_routes_by_unit(
+            ((num_units + _BLOCK_U - 1) // _BLOCK_U, (num_layers + _LAYERS - 1) // _LAYERS),
             (
                 routes, row_ids, layers, missing, out, mask, num_ids, first_layer, layer_step,
-                num_layers, stride_row, stride_layer, num_experts, ep_size, spread_offset,
+                num_layers, stride_row // unit, stride_layer // unit, num_experts, ep_size,
+                spread_offset,
             ),
-            (topk, unit, _LAYERS, _BLOCK),
+            (topk, unit, _LAYERS, _BLOCK_U),
         )  # fmt: skip
         return out, mask
     packed_row = (

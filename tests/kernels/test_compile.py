@@ -110,7 +110,7 @@ def gather_routes(
 
     # a program's row ids are as many bytes as what it loads 16 bytes at a time
     loads = (load_bits, 0.35 if load_bits == 128 else 0.9)
-    kernel = "_gather_routes_by_element_kernel" if any_topk else "_gather_routes_kernel"
+    kernel = "_gather_routes_by_unit_kernel" if any_topk else "_gather_routes_kernel"
     return Launch(kernel, run, 80, loads, (store_bits, 0.9))
 
 
@@ -151,13 +151,13 @@ LAUNCHES = {
         (48, 8), u8, range(1, 48, 2), load_bits=8, store_bits=128
     ),
     "routes listed 5 of 48x6 uint8": gather_routes(
-        (48, 6), u8, 5, load_bits=8, store_bits=64, any_topk=True
+        (48, 6), u8, 5, load_bits=16, store_bits=64, any_topk=True
     ),
     "routes listed 5 of 48x6 uint8 spread to int64": gather_routes(
-        (48, 6), u8, 5, load_bits=8, store_bits=128, spread=True, out=i64, any_topk=True
+        (48, 6), u8, 5, load_bits=16, store_bits=128, spread=True, out=i64, any_topk=True
     ),
     "routes 40x22 int16": gather_routes(
-        (40, 22), i16, range(40), load_bits=16, store_bits=64, any_topk=True
+        (40, 22), i16, range(40), load_bits=32, store_bits=64, any_topk=True
     ),
 }
 
