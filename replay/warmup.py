@@ -28,6 +28,7 @@ from torch import Tensor
 from packhorse._nvtx import ranged
 from packhorse.kernels.routes import Dummy
 from packhorse.kernels.support_rows import gather_ragged_support, pad_ragged_support
+from packhorse.kernels.validate import validate_routes, validate_support
 from packhorse.packed.collate import routes_dtype as fitting_routes_dtype
 from packhorse.packed.tensor import PackedTensor
 from packhorse.replay.device_rows import MicrobatchRows
@@ -117,6 +118,7 @@ def warmup(
     logits_dtype: torch.dtype = torch.float32,
     vocab_size: int | None = None,
     dense_dtypes: Sequence[torch.dtype] = (torch.float32, torch.int64, torch.bool),
+    validation: bool = False,
     device: torch.device | str | None = None,
 ) -> WarmupReport:
     """Compile the kernels of one configuration, by running what a training step runs.
@@ -145,6 +147,8 @@ def warmup(
         vocab_size: columns of the logits, where appended tokens are scored over all of them
             (``score_microbatch(appended=...)``); None: there are none.
         dense_dtypes: of the ``[B, S]`` batches that are aligned and restored.
+        validation: ``validate_routes`` of ``layers`` and, with a ``support_width``,
+            ``validate_support`` too.
         device: a CUDA device, by default the current one.
 
     Returns:
@@ -206,6 +210,7 @@ def warmup(
         logits_dtype=logits_dtype,
         vocab_size=vocab_size,
         dense_dtypes=tuple(dense_dtypes),
+        validation=validation,
         device=place,
     )
     with torch.cuda.device(place):
@@ -252,6 +257,7 @@ class _Settings:
     logits_dtype: torch.dtype
     vocab_size: int | None
     dense_dtypes: tuple[torch.dtype, ...]
+    validation: bool
     device: torch.device
 
     @property
@@ -269,6 +275,8 @@ class _Settings:
             self._score(layout)
             if self.ragged_support:
                 self._gather_ragged(layout)
+            if self.validation:
+                self._validate()
             wait()
         return WarmupReport(time.perf_counter() - begin, tuple(kernels))
 
@@ -355,6 +363,16 @@ class _Settings:
         if self.support_width is not None:
             pad_ragged_support(ids, offsets, row_ids, width=self.support_width)
 
+    def _validate(self) -> None:
+        batch = self._routes(_LENGTHS).to(self.device)
+        for part in (slice(0, 1), slice(1, 2)):
+            validate_routes(batch[part].values, num_experts=self.num_experts, layers=self.layers)
+        if self.support_width is not None:
+            support = torch.arange(self.support_width, dtype=torch.int32).expand(2, -1)
+            support = support.contiguous().to(self.device)
+            sampled_ids = torch.zeros(2, dtype=torch.int64, device=self.device)
+            validate_support(support, sampled_ids, vocab_size=self.support_width)
+
 
 @contextmanager
 def _compilations() -> Iterator[list[WarmKernel]]:
@@ -415,6 +433,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DTYPE",
         help="of the [B, S] batches: float32 int64 bool by default",
     )
+    add("--validation", action="store_true", help="the checks of routes and support too")
     add("--device", help="a CUDA device, by default the current one")
 
 

@@ -28,6 +28,7 @@ import packhorse.kernels
 from packhorse.__main__ import main
 from packhorse.kernels.launch import Launcher
 from packhorse.kernels.support_rows import gather_ragged_support, pad_ragged_support
+from packhorse.kernels.validate import validate_routes, validate_support
 from packhorse.packed.tensor import PackedTensor
 from packhorse.replay import warmup as module
 from packhorse.replay.device_rows import MicrobatchRows
@@ -46,7 +47,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "num_captured_layers": 48, "topk": 8, "num_experts": 128,
         "tp_size": 2, "cp_size": 2, "sequence_parallel": True,
         "support_width": 20, "ragged_support": True,
-        "logits_dtype": torch.bfloat16, "vocab_size": 151_936,
+        "logits_dtype": torch.bfloat16, "vocab_size": 151_936, "validation": True,
     },
     "8 of 61x8 of 384, thd, CP 4 contiguous, spread, int64": {
         "num_captured_layers": 61, "topk": 8, "num_experts": 384, "layers": range(17, 25),
@@ -58,9 +59,10 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "format": "bshd", "num_trajectories": 24, "cp_size": 2,
         "dense_dtypes": (torch.float32, torch.bfloat16),
     },
-    "listed of 27x6 of 64, bshd, support of 7 with an odd vocabulary": {
+    "listed of 27x6 of 64, bshd, validated support of 7 with an odd vocabulary": {
         "num_captured_layers": 27, "topk": 6, "num_experts": 64, "layers": [1, 2, 5, 26],
-        "format": "bshd", "num_trajectories": 1, "support_width": 7, "vocab_size": 1001,
+        "format": "bshd", "num_trajectories": 1, "validation": True,
+        "support_width": 7, "vocab_size": 1001,
         "dense_dtypes": (torch.int32, torch.uint8, torch.float64),
     },
 }  # fmt: skip
@@ -131,6 +133,8 @@ def replay(layout: TokenLayout, captured: list[int], settings: dict[str, Any]) -
             dummy=dummy,
             ep_size=ep_size,
         )
+        if settings.get("validation"):
+            validate_routes(batch[part].values, num_experts=num_experts, layers=layers)
 
 
 def score(layout: TokenLayout, responses: list[int], settings: dict[str, Any]) -> None:
@@ -155,6 +159,12 @@ def score(layout: TokenLayout, responses: list[int], settings: dict[str, Any]) -
         logits, layout, tokens, support, response_lengths=responses, appended=appended
     )
     scores.logprobs.values.sum().backward()
+    if settings.get("validation") and support is not None:
+        validate_support(
+            support.to(layout.device).values,
+            torch.zeros(sum(responses), dtype=torch.int64, device=layout.device),
+            vocab_size=num_columns or 128,
+        )
     if settings.get("ragged_support"):
         assert width is not None
         ids = torch.zeros(sum(responses) * 3, dtype=torch.int32, device=layout.device)
