@@ -41,6 +41,8 @@ PROFILED = (
     ("bench_support", "177k x 20 int32"),
     ("bench_support", "177k rows, CSR, mean 8"),
     ("bench_support", "177k rows, CSR of up to 64 -> [M, 64]"),
+    ("bench_validate", "routes 182k x 48x8 uint8, E 128"),
+    ("bench_validate", "support 177k x 20 int32"),
     ("bench_dummies", "constant, 48 x 64k x 8 int32, 101 MB"),
     ("bench_dummies", "spread, 48 x 64k x 8 int32, 101 MB"),
 )
