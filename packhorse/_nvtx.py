@@ -3,6 +3,9 @@
     @ranged
     def gather_rows(...): ...
 
+    @ranged_methods("segment")  # all public methods but these, which only wrap a view
+    class PackedTensor: ...
+
 Free without a profiler: the decorator then returns the function itself. A profiler injects its
 library when the process starts, so that is decided once, at decoration; the optional package
 ``nvtx`` is imported only where one did. A traced call is not ranged: ``torch.compile`` sees the
@@ -17,6 +20,7 @@ from typing import Any, Final, TypeVar, cast
 from packhorse._env import PROFILED
 
 F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=type)
 
 DOMAIN: Final = "packhorse"
 #: attribute of a ranged function: the name of its range
@@ -57,6 +61,27 @@ def ranged(function: F) -> F:
             domain.pop_range()
 
     return cast(F, generate if inspect.isgeneratorfunction(function) else call)
+
+
+def ranged_methods(*unranged: str) -> Callable[[C], C]:
+    """Range each public method that a class writes, its ``__init__`` and ``__getitem__`` too.
+
+    Properties are not; neither is what ``dataclass`` adds, which therefore stands above this. A
+    method under ``contextmanager`` is given its own ``ranged``, below it.
+    """
+
+    def decorate(cls: C) -> C:
+        for name, member in list(vars(cls).items()):
+            public = not name.startswith("_") or name in ("__init__", "__getitem__")
+            if not public or name in unranged:
+                continue
+            if isinstance(member, classmethod | staticmethod):
+                setattr(cls, name, type(member)(ranged(member.__func__)))
+            elif inspect.isfunction(member) and not hasattr(member, RANGE_NAME):
+                setattr(cls, name, ranged(member))
+        return cls
+
+    return decorate
 
 
 @functools.cache

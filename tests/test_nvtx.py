@@ -9,13 +9,15 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from packhorse._env import PROFILED
-from packhorse._nvtx import RANGE_NAME, ranged
+from packhorse._nvtx import RANGE_NAME, ranged, ranged_methods
 
 ROOT = Path(__file__).parents[1]
 unprofiled = pytest.mark.skipif(PROFILED, reason="a profiler watches this process")
@@ -96,19 +98,43 @@ def test_without_a_profiler_a_ranged_function_is_the_function_itself():
     assert getattr(plain, RANGE_NAME) == "plain"
 
 
+def test_a_class_ranges_its_public_methods_but_those_named():
+    @dataclass
+    @ranged_methods("view")
+    class Herd:
+        size: int
+
+        def count(self) -> None: ...
+        def view(self) -> None: ...
+        def _hidden(self) -> None: ...
+        def __getitem__(self, i: int) -> None: ...
+        def __len__(self) -> int: ...
+        @classmethod
+        def build(cls) -> None: ...
+        @staticmethod
+        def cat() -> None: ...
+        @property
+        def width(self) -> None: ...
+        @contextmanager
+        @ranged
+        def fence(self) -> Iterator[None]: ...
+
+    functions = {name: getattr(Herd, name) for name in vars(Herd) if callable(getattr(Herd, name))}
+    names = {getattr(function, RANGE_NAME, None) for function in functions.values()} - {None}
+    assert names == {f"Herd.{n}" for n in ("count", "__getitem__", "build", "cat", "fence")}
+
+
 EXAMPLE = '''
 import contextlib, inspect, threading
-from packhorse._nvtx import ranged
+from packhorse._nvtx import ranged, ranged_methods
 
+@ranged_methods()
 class Herd:
-    @ranged
     def __init__(self, size): self.size = size
-    @ranged
     def count(self, *, start: int = 0) -> int:
         """Heads from ``start`` on."""
         return one(self.size) - start
     @classmethod
-    @ranged
     def lost(cls): raise KeyError("gone")
 
 @ranged
