@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from packhorse._nvtx import ranged
 from packhorse.packed.sentinels import NO_CANDIDATE
 
 #: ``status[t]``: row t was scored.
@@ -252,6 +253,7 @@ class _FullLogprobs(torch.autograd.Function):
 # --- public API -----------------------------------------------------------------------------------
 
 
+@ranged
 def support_logprobs(
     logits: Tensor,
     support_ids: Tensor,
@@ -301,6 +303,7 @@ def support_logprobs(
     return support_logprobs_reference(*arguments)[0]
 
 
+@ranged
 def full_logprobs(
     logits: Tensor,
     sampled_ids: Tensor,

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from packhorse._nvtx import ranged
 from packhorse.packed.host import (
     accumulate,
     as_int64,
@@ -59,6 +60,7 @@ def routes_dtype(num_experts: int) -> torch.dtype:
     return torch.int16 if num_experts <= 32768 else torch.int32
 
 
+@ranged
 def pack_routes(
     routes: Sequence[np.ndarray | Tensor],
     lengths: Sequence[int],
@@ -208,6 +210,7 @@ def _check_routes(where: str, ids: np.ndarray, num_experts: int, experts_at: np.
 # --- support --------------------------------------------------------------------------------------
 
 
+@ranged
 def pack_support(
     support: SupportRows | Sequence[SupportRows | np.ndarray | Tensor | Sequence[Sequence[int]]],
     sampled_ids: Sequence[Sequence[int]],
@@ -367,6 +370,7 @@ def _listed_rows(where: str, given: Any) -> tuple[np.ndarray, np.ndarray]:
 # --- logprobs -------------------------------------------------------------------------------------
 
 
+@ranged
 def check_logprobs(
     logprobs: Sequence[np.ndarray | Tensor | Sequence[float]], response_lengths: Sequence[int]
 ) -> list[np.ndarray]:

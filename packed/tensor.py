@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from packhorse._env import CHECK_VALUES
+from packhorse._nvtx import ranged_methods
 from packhorse.packed.checks import (
     check_alike,
     check_bounds,
@@ -51,6 +52,7 @@ from packhorse.packed.host import (
 _ROWS_PER_RUN: Final = 256
 
 
+@ranged_methods("detach", "empty", "is_pinned", "segment")
 class PackedTensor:
     """B segments of rows, one after another in ``values``.
 
@@ -495,10 +497,7 @@ class PackedTensor:
     # --- other forms ------------------------------------------------------------------------------
 
     def to_padded(
-        self,
-        fill: float,
-        width: int | None = None,
-        side: Literal["left", "right"] = "right",
+        self, fill: float, width: int | None = None, side: Literal["left", "right"] = "right"
     ) -> Tensor:
         """A dense copy [B, width, *row_shape], ``fill`` where a segment has no row.
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from packhorse._nvtx import ranged_methods
 from packhorse.packed.collate import (
     LOGPROBS_FIELD,
     ROUTES_FIELD,
@@ -70,6 +71,7 @@ _DEFLATE_RATIO = 1040
 
 
 @dataclass(frozen=True, eq=False)
+@ranged_methods()
 class Capture:
     """The trajectories of one file: for each a host array, and the two packed fields."""
 

@@ -17,10 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packhorse._nvtx import ranged
+
 _ABSENT = object()
 _patched: list[tuple[Any, str, Any]] = []
 
 
+@ranged
 def install_cpu_shims() -> bool:
     """Replace what keeps Megatron-core from running here; calling it again does nothing.
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packhorse._nvtx import ranged
 from packhorse.replay.targets import RouterTargets
 
 _METHOD = "_apply_expert_bias"
@@ -42,6 +43,7 @@ class _Shim:
         vars(self.method)["packhorse_shim"] = self
 
 
+@ranged
 def install_expert_bias_shim() -> Callable[[], None]:
     """Put the shim on ``TopKRouter`` and return the function that takes it off.
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packhorse._nvtx import ranged
 from packhorse.replay.checkpoint import Checkpoint, MoeConfig, read_config
 
 #: ``recompute=``: the TransformerConfig settings it stands for.
@@ -39,6 +40,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 @contextmanager
+@ranged
 def single_process(seed: int = 0) -> Iterator[None]:
     """Give Megatron the process groups of one rank, and take back those made here.
 
@@ -72,6 +74,7 @@ def single_process(seed: int = 0) -> Iterator[None]:
             dist.destroy_process_group()
 
 
+@ranged
 def load_hf_model(
     directory: str | Path,
     *,

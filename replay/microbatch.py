@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
+from packhorse._nvtx import ranged_methods
 from packhorse.kernels.routes import ROUTE_DTYPES
 from packhorse.packed.tensor import PackedTensor
 from packhorse.replay.host import host_masks
@@ -25,6 +26,7 @@ from packhorse.replay.layout import TokenLayout
 _NAME = "ReplayMicrobatch"
 
 
+@ranged_methods()
 class ReplayMicrobatch:
     """What one microbatch replays. Built on the host; nothing on a device is read.
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from packhorse._nvtx import ranged
 from packhorse.kernels.rows import gather_rows, scatter_rows
 from packhorse.kernels.support import (
     SAMPLED_IMPOSSIBLE,
@@ -78,6 +79,7 @@ class MicrobatchScores:
     num_ignored: Tensor
 
 
+@ranged
 def score_microbatch(
     logits: Tensor,
     layout: TokenLayout,
