@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from packhorse._nvtx import ranged
 from packhorse.kernels.launch import Launcher, kernel_name
 from packhorse.kernels.routes import (
     ROUTE_DTYPES,
@@ -136,6 +137,7 @@ _fill_dummy_routes_op = torch.ops.packhorse.fill_dummy_routes.default
 # --- public API -----------------------------------------------------------------------------------
 
 
+@ranged
 def dummy_routes(
     num_ids: int,
     topk: int,

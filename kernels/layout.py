@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from packhorse._nvtx import ranged
 from packhorse.kernels.launch import Launcher, called_directly, is_plain_cuda, kernel_name
 
 # --- reference: the specification, and what CPU tensors run ---------------------------------------
@@ -249,6 +250,7 @@ def row_ids_of_table(
 # --- public API -----------------------------------------------------------------------------------
 
 
+@ranged
 def make_row_ids(
     offsets: Tensor,
     segments: Tensor,

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from packhorse._nvtx import ranged
 from packhorse.kernels.launch import Launcher, called_directly, kernel_name
 from packhorse.kernels.rows import (
     check_row_ids,
@@ -347,6 +348,7 @@ _gather_routes_op = called_directly(torch.ops.packhorse.gather_routes.default, _
 # --- public API -----------------------------------------------------------------------------------
 
 
+@ranged
 def gather_routes(
     routes: Tensor,
     row_ids: Tensor,

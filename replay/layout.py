@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from packhorse._nvtx import ranged, ranged_methods
 from packhorse.kernels.layout import row_ids_of_table
 from packhorse.kernels.routes import Dummy, gather_routes_of_rows
 from packhorse.packed.host import INT32_MAX
@@ -53,6 +54,7 @@ class RankRoutes(NamedTuple):
     row_ids: Tensor
 
 
+@ranged
 def sequence_alignment(tp_size: int = 1, cp_size: int = 1, fp8: Fp8 = False) -> int:
     """Tokens that each padded sequence ("thd") or the common length ("bshd") is a multiple of.
 
@@ -78,6 +80,7 @@ def sequence_alignment(tp_size: int = 1, cp_size: int = 1, fp8: Fp8 = False) -> 
 
 
 @dataclass(frozen=True, eq=False)
+@ranged_methods()
 class TokenLayout:
     """The token slots of one rank for one microbatch. Made by ``TokenLayout.build``.
 
@@ -561,6 +564,7 @@ class TokenLayout:
         )
 
 
+@ranged
 def columns_from_mask(attention_mask: Tensor | np.ndarray) -> tuple[list[int], list[int]]:
     """Lengths and first columns of the trajectories of a padded batch.
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packhorse._nvtx import ranged, ranged_methods
 from packhorse.replay import routers as _routers
 from packhorse.replay.device_rows import MicrobatchRows
 from packhorse.replay.expert_bias import install_expert_bias_shim
@@ -105,6 +106,7 @@ class _Chunk:
     scatters_mask: bool
 
 
+@ranged_methods("report")
 class ReplaySession:
     """Replays routes through the routers of ``model``.
 
@@ -154,6 +156,7 @@ class ReplaySession:
         self._survey()
 
     @contextmanager
+    @ranged
     def schedule(self, microbatches: Sequence[ReplayMicrobatch]) -> Iterator["ReplaySession"]:
         """Replay one pipeline schedule: every forward and backward of it runs inside.
 

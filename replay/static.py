@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from packhorse._nvtx import ranged_methods
 from packhorse.kernels.layout import row_ids_of_table
 from packhorse.replay.host import HostInts, is_int
 from packhorse.replay.layout import TokenLayout
@@ -31,6 +32,7 @@ _GEOMETRY = (
 )  # fmt: skip
 
 
+@ranged_methods()
 class StaticRowIds:
     """Route row ids of microbatches of one geometry, from tables at fixed addresses.
 
