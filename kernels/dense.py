@@ -287,17 +287,21 @@ _MAX_GRID_Y = 65535
 
 
 def _tile(width: int, vec: int, itemsize: int, num_sequences: int, beside: bool) -> tuple[int, ...]:
-    """BLOCK_B, BLOCK_S, BLOCK_W: 4 accesses of 16 bytes a thread, or 8 that are narrower.
+    """Warps, BLOCK_B, BLOCK_S, BLOCK_W: 4 accesses a thread, 8 narrow ones where it transposes.
 
     ``beside``: the tokens of a position lie beside each other, so that a tile is a transpose.
+    Narrow accesses in order have nothing to gain from a large program, and a small one ends sooner.
     """
-    num_accesses = 512 if vec * itemsize == 16 else 1024
+    num_warps = 4 if beside or vec * itemsize == 16 else 2
+    num_accesses = 128 * num_warps
+    if beside and vec * itemsize < 16:
+        num_accesses = 1024
     block_w = min(1 << (width // vec - 1).bit_length(), num_accesses)
     num_rows = num_accesses // block_w
     block_b = min(1 << (num_sequences - 1).bit_length(), 32, num_rows) if beside else 1
     while block_b * _MAX_GRID_Y < num_sequences:
         block_b *= 2
-    return block_b, max(num_rows // block_b, 1), block_w * vec
+    return num_warps, block_b, max(num_rows // block_b, 1), block_w * vec
 
 
 def _as_rows(x: Tensor, num_leading: int) -> Tensor:
@@ -322,7 +326,7 @@ def _align_tokens_cuda(
     width, (stride_batch, stride_column, _) = rows.shape[2], rows.stride()
     vec = math.gcd(16 // rows.itemsize, width, stride_batch, stride_column)
     num_beside = num_sequences if position_major else 1
-    tile = _tile(width, vec, rows.itemsize, num_beside, position_major)
+    num_warps, *tile = _tile(width, vec, rows.itemsize, num_beside, position_major)
     num_blocks = -(-num_tokens // (num_beside * tile[1]))
     _launch_align_tokens(
         (num_blocks, -(-num_beside // tile[0]), num_ranks),
@@ -332,6 +336,7 @@ def _align_tokens_cuda(
             trim, cp_size, cp_rank or 0,
         ),
         (zigzag, position_major, vec, *tile, width > tile[2]),
+        num_warps,
     )  # fmt: skip
     return out
 
@@ -347,7 +352,7 @@ def _restore_tokens_cuda(
     rows = _as_rows(values, 1)
     row_width, stride = rows.shape[1], rows.stride(0)
     vec = math.gcd(16 // rows.itemsize, row_width, stride)
-    tile = _tile(row_width, vec, rows.itemsize, num_sequences, position_major)
+    num_warps, *tile = _tile(row_width, vec, rows.itemsize, num_sequences, position_major)
     _launch_restore_tokens(
         (-(-width // tile[1]), -(-num_sequences // tile[0])),
         (
@@ -356,6 +361,7 @@ def _restore_tokens_cuda(
             cp_rank or 0, num_ranks,
         ),
         (cp_size > 1, zigzag, position_major, vec, *tile, row_width > tile[2]),
+        num_warps,
     )  # fmt: skip
     return out
 

@@ -11,11 +11,11 @@ How many ids a ragged gather yields depends on the data. Nothing reads that: the
 capacity that is too small loses ids and nothing else: out_offsets tell what was needed, and the ids
 up to the capacity are right.
 
-Two launches. The first scans the widths of BLOCK_M slots at a time and sums them over blocks and
-groups of blocks. In the second, program b < used_blocks writes the offsets of block b and its first
-CHUNK ids; the others share out the further chunks, so that a row of the whole vocabulary among rows
-of two is copied by as many programs as it has chunks, and then the end of the buffer. A position
-finds its slot by binary search among the stops of its block.
+Two launches. The first sums the widths of blocks of BLOCK_M slots and of groups of blocks. In the
+second, program b < used_blocks writes the offsets of block b and its first SPAN ids; the others
+share out the further spans, so that a row of the whole vocabulary among rows of two is copied by as
+many programs as it has spans, and then the end of the buffer. A position finds its slot among the
+stops of its block, a quarter of them a step.
 
 Sizes: N rows, M row ids, C width. Offsets are int64: 14,000 rows of a vocabulary of 152,000 ids
 pass 2**31, and a row's 8 bytes are few beside its ids. Any M and any total work; a row that is
@@ -95,134 +95,140 @@ def _row_bounds(row_offsets: Tensor, row_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit(
     repr=kernel_name("sum_support_rows", "BLOCK_M"),
-    do_not_specialize=["num_ids", "tiles_per_group", "num_blocks"],
+    do_not_specialize=["num_ids", "num_groups"],
     do_not_specialize_on_alignment=["row_offsets_ptr", "row_ids_ptr"],
 )
 def _sum_support_rows_kernel(
     row_offsets_ptr,  # [N + 1] int64
     row_ids_ptr,  # [M] int64
-    sums_ptr,  # int64: ids of each group [MAX_GROUPS], chunks after the first of its blocks
-    #            [MAX_GROUPS], ids of each block [num_blocks], and of each slot: what turns a
-    #            position in the block into one in token_ids [num_blocks * BLOCK_M]
-    stops_ptr,  # [num_blocks * BLOCK_M] int32: position in the block where each slot stops
+    sums_ptr,  # int64: ids of each group, spans after the first of its blocks, ids of each block
     num_ids,  # M
-    tiles_per_group,
-    num_blocks,  # of all groups
-    TILE_BLOCKS: tl.constexpr,
-    MAX_GROUPS: tl.constexpr,
+    num_groups,
+    BLOCKS: tl.constexpr,  # of a group
     BLOCK_M: tl.constexpr,
-    CHUNK: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
-    group = tl.program_id(0)
-    blocks = tl.arange(0, TILE_BLOCKS)
-    lanes = blocks[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-    group_total = tl.zeros([TILE_BLOCKS], dtype=tl.int64)
-    group_chunks = tl.zeros([TILE_BLOCKS], dtype=tl.int64)
-    block_sums_ptr = sums_ptr + 2 * MAX_GROUPS
-    for i in range(0, tiles_per_group):
-        tile = (group * tiles_per_group + i).to(tl.int64)
-        slots = tile * (TILE_BLOCKS * BLOCK_M) + lanes
-        rows = tl.load(row_ids_ptr + slots, mask=slots < num_ids, other=-1)
-        begins = tl.load(row_offsets_ptr + rows, mask=rows >= 0, other=0)
-        ends = tl.load(row_offsets_ptr + rows + 1, mask=rows >= 0, other=0)
-        counts = (ends - begins).to(tl.int32)
-        stops = tl.cumsum(counts, axis=1)
-        totals = tl.sum(counts, axis=1).to(tl.int64)
-        tl.store(stops_ptr + slots, stops)
-        tl.store(block_sums_ptr + num_blocks + slots, begins - (stops - counts))
-        tl.store(block_sums_ptr + tile * TILE_BLOCKS + blocks, totals)
-        group_total += totals
-        group_chunks += totals // CHUNK
-    tl.store(sums_ptr + group, tl.sum(group_total))
-    tl.store(sums_ptr + MAX_GROUPS + group, tl.sum(group_chunks))
+    group = tl.program_id(0).to(tl.int64)
+    blocks = group * BLOCKS + tl.arange(0, BLOCKS)
+    slots = blocks[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    rows = tl.load(row_ids_ptr + slots, mask=slots < num_ids, other=-1)
+    begins = tl.load(row_offsets_ptr + rows, mask=rows >= 0, other=0)
+    ends = tl.load(row_offsets_ptr + rows + 1, mask=rows >= 0, other=0)
+    totals = tl.sum(ends - begins, axis=1)
+    tl.store(sums_ptr + 2 * num_groups + blocks, totals)
+    tl.store(sums_ptr + group, tl.sum(totals))
+    tl.store(sums_ptr + num_groups + group, tl.sum(totals // SPAN))
 
 
 @triton.jit(
     repr=kernel_name("copy_support_rows", "BLOCK_M", "CHUNK"),
-    do_not_specialize=["num_ids", "used_blocks", "num_blocks", "num_groups", "capacity"],
-    do_not_specialize_on_alignment=["token_ids_ptr"],
+    do_not_specialize=["num_ids", "num_groups", "used_blocks", "capacity"],
+    do_not_specialize_on_alignment=["token_ids_ptr", "row_offsets_ptr", "row_ids_ptr"],
 )
 def _copy_support_rows_kernel(
     token_ids_ptr,  # [*] int32
+    row_offsets_ptr,  # [N + 1] int64
+    row_ids_ptr,  # [M] int64
     sums_ptr,  # as above
-    stops_ptr,
+    shifts_ptr,  # [programs, BLOCK_M] int64: what turns a position of the block, of each slot, into
+    #              one of token_ids
+    stops_ptr,  # [programs, BLOCK_M] int32: the position where each slot stops
     out_ptr,  # [capacity] int32
     out_offsets_ptr,  # [M + 1] int64
     num_ids,  # M
-    used_blocks,  # with a slot
-    num_blocks,  # of all groups, equally many each
     num_groups,
+    used_blocks,  # with a slot
     capacity,
-    LOG2_BLOCK_M: tl.constexpr,
-    MAX_GROUPS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    CHUNK: tl.constexpr,
+    LOG4_BLOCK_M: tl.constexpr,  # rounded down
+    CHUNK: tl.constexpr,  # positions at once
+    SPAN: tl.constexpr,  # positions of a program, a multiple of CHUNK
+    BLOCK_G: tl.constexpr,  # groups read at once
 ):
     program = tl.program_id(0)
-    groups = tl.arange(0, MAX_GROUPS)
-    in_groups = groups < num_groups
-    totals = tl.load(sums_ptr + groups, mask=in_groups, other=0)
-    lanes = tl.arange(0, BLOCK_M)
-    group_size = num_blocks // num_groups
-    block_sums_ptr = sums_ptr + 2 * MAX_GROUPS
-
-    # which chunk of which block, and the ids of all blocks before it
+    lanes = tl.arange(0, BLOCK_G)
+    members = tl.arange(0, BLOCKS)
+    begin = (program - program).to(tl.int64)  # ids of all blocks before this one
+    span = begin
     if program < used_blocks:
-        group = program // group_size
         block = program
-        chunk = (program - program).to(tl.int64)
-        begin = tl.sum(tl.where(groups < group, totals, 0))
-        for first in range(group * group_size, program, BLOCK_M):
-            blocks = first + lanes
-            begin += tl.sum(tl.load(block_sums_ptr + blocks, mask=blocks < program, other=0))
+        group = program // BLOCKS
+        for first in range(0, group, BLOCK_G):
+            earlier = first + lanes < group
+            begin += tl.sum(tl.load(sums_ptr + first + lanes, mask=earlier, other=0))
     else:
-        # the chunk of this ordinal among all but the first of each block
-        chunk = (program - used_blocks).to(tl.int64)
-        chunks = tl.load(sums_ptr + MAX_GROUPS + groups, mask=in_groups, other=0)
-        before = in_groups & (tl.cumsum(chunks) <= chunk)
-        group = tl.sum(before.to(tl.int32))
-        begin = tl.sum(tl.where(before, totals, 0))
-        chunk -= tl.sum(tl.where(before, chunks, 0))
-        block = group * group_size
-        end = tl.minimum(block + group_size, num_blocks)
-        seen = (program - program).to(tl.int64)
-        passed = seen
-        for first in range(group * group_size, end, BLOCK_M):
-            in_group = first + lanes < end
-            sums = tl.load(block_sums_ptr + first + lanes, mask=in_group, other=0)
-            further = sums // CHUNK
-            earlier = in_group & (seen + tl.cumsum(further) <= chunk)
-            block += tl.sum(earlier.to(tl.int32))
+        # the span of this ordinal among all but the first of each block
+        span += program - used_blocks
+        seen = begin
+        passed = begin
+        group = program - program
+        for first in range(0, num_groups, BLOCK_G):
+            there = first + lanes < num_groups
+            sums = tl.load(sums_ptr + first + lanes, mask=there, other=0)
+            spans = tl.load(sums_ptr + num_groups + first + lanes, mask=there, other=0)
+            earlier = there & (seen + tl.cumsum(spans) <= span)
+            group += tl.sum(earlier.to(tl.int32))
             begin += tl.sum(tl.where(earlier, sums, 0))
-            passed += tl.sum(tl.where(earlier, further, 0))
-            seen += tl.sum(further)
-        chunk += 1 - passed
-
-    within = tl.arange(0, CHUNK)
-    if block < used_blocks:
-        first_slot = block.to(tl.int64) * BLOCK_M
-        if chunk == 0:
-            slots = first_slot + lanes
-            stops = tl.load(stops_ptr + slots)
+            passed += tl.sum(tl.where(earlier, spans, 0))
+            seen += tl.sum(spans)
+        span -= passed
+        block = group * BLOCKS
+        if group < num_groups:
+            sums = tl.load(sums_ptr + 2 * num_groups + block + members)
+            earlier = tl.cumsum(sums // SPAN) <= span
+            block += tl.sum(earlier.to(tl.int32))
+            span += 1 - tl.sum(tl.where(earlier, sums // SPAN, 0))
+    if group < num_groups:
+        sums = tl.load(sums_ptr + 2 * num_groups + group * BLOCKS + members)
+        begin += tl.sum(tl.where(members < block % BLOCKS, sums, 0))
+        local = tl.arange(0, BLOCK_M)
+        slots = block.to(tl.int64) * BLOCK_M + local
+        rows = tl.load(row_ids_ptr + slots, mask=slots < num_ids, other=-1)
+        begins = tl.load(row_offsets_ptr + rows, mask=rows >= 0, other=0)
+        ends = tl.load(row_offsets_ptr + rows + 1, mask=rows >= 0, other=0)
+        counts = (ends - begins).to(tl.int32)
+        stops = tl.cumsum(counts)
+        total = tl.sum(counts)
+        if span == 0:
             tl.store(out_offsets_ptr + 1 + slots, begin + stops, mask=slots < num_ids)
             if block == 0:
                 tl.store(out_offsets_ptr, begin)
-        # the slot of a position: how many slots of the block stop at or before it
-        position = (chunk * CHUNK).to(tl.int32) + within
-        slot = tl.zeros([CHUNK], dtype=tl.int32)
-        for i in tl.static_range(LOG2_BLOCK_M):
-            further = slot + (BLOCK_M >> (i + 1))
-            stop = tl.load(stops_ptr + first_slot + (further - 1))
-            slot = tl.where(stop <= position, further, slot)
-        shift = tl.load(block_sums_ptr + num_blocks + first_slot + slot)
-        out = begin + position
-        wanted = (position < tl.load(block_sums_ptr + block)) & (out < capacity)
-        ids = tl.load(token_ids_ptr + shift + position, mask=wanted, other=-1)
-        tl.store(out_ptr + out, ids, mask=wanted)
+        shifts_ptr += program.to(tl.int64) * BLOCK_M
+        stops_ptr += program.to(tl.int64) * BLOCK_M
+        tl.store(shifts_ptr + local, begins - (stops - counts))
+        tl.store(stops_ptr + local, stops)
+        tl.debug_barrier()  # other threads of the program read them
+        position = (span * SPAN).to(tl.int32)
+        end = tl.minimum(total, position + SPAN)
+        while position < end:
+            # the slot of a position: how many slots of the block stop at or before it
+            place = position + tl.arange(0, CHUNK)
+            slot = tl.zeros([CHUNK], dtype=tl.int32)
+            for i in tl.static_range(LOG4_BLOCK_M):
+                step = BLOCK_M >> (2 * i + 2)
+                first_stop = tl.load(stops_ptr + slot + (step - 1))
+                second_stop = tl.load(stops_ptr + slot + (2 * step - 1))
+                third_stop = tl.load(stops_ptr + slot + (3 * step - 1))
+                passed_stops = (first_stop <= place).to(tl.int32)
+                passed_stops += (second_stop <= place).to(tl.int32)
+                passed_stops += (third_stop <= place).to(tl.int32)
+                slot += step * passed_stops
+            if BLOCK_M == 2 << (2 * LOG4_BLOCK_M):
+                slot += (tl.load(stops_ptr + slot) <= place).to(tl.int32)
+            shift = tl.load(shifts_ptr + slot)
+            out = begin + place
+            wanted = (place < end) & (out < capacity)
+            ids = tl.load(token_ids_ptr + shift + place, mask=wanted, other=0)
+            tl.store(out_ptr + out, ids, mask=wanted)
+            position += CHUNK
     else:
-        # past the last id: ``begin`` is the total, and ``chunk`` counts from 1 there
-        out = begin + (chunk - 1) * CHUNK + within
-        tl.store(out_ptr + out, tl.full([CHUNK], -1, dtype=tl.int32), mask=out < capacity)
+        # past the last id: ``begin`` is the total
+        for first in range(0, SPAN, CHUNK):
+            lane = first + tl.arange(0, CHUNK)
+            out = begin + span * SPAN + lane
+            ids = tl.full([CHUNK], -1, dtype=tl.int32)
+            tl.store(out_ptr + out, ids, mask=(lane < SPAN) & (out < capacity))
 
 
 @triton.jit(
@@ -261,10 +267,11 @@ _launch_sum_support_rows = Launcher(_sum_support_rows_kernel)
 _launch_copy_support_rows = Launcher(_copy_support_rows_kernel)
 _launch_pad_support_rows = Launcher(_pad_support_rows_kernel)
 
-_BLOCK_M = 256  # slots of a block
-_CHUNK = 1024  # ids that a program copies
-_TILE_BLOCKS = 4  # blocks that a program sums at once
-_MAX_GROUPS = 256
+_BLOCK_M = 128  # slots of a block
+_BLOCKS = 8  # of a group
+_BLOCK_G = 256  # groups read at once
+_CHUNK = 512
+_SPAN = 4096  # ids that a program copies
 _BLOCK_U = 512
 
 
@@ -276,28 +283,27 @@ def _gather_ragged_support_cuda(
         return token_ids.new_full((capacity,), NO_CANDIDATE), row_offsets.new_zeros(1)
     out = token_ids.new_empty(capacity)
     out_offsets = row_offsets.new_empty(num_ids + 1)
-    num_tiles = _ceil_div(num_ids, _TILE_BLOCKS * _BLOCK_M)
-    tiles_per_group = _ceil_div(num_tiles, _MAX_GROUPS)
-    num_groups = _ceil_div(num_tiles, tiles_per_group)
-    num_blocks = num_groups * tiles_per_group * _TILE_BLOCKS
     used_blocks = _ceil_div(num_ids, _BLOCK_M)
-    sums = row_offsets.new_empty(2 * _MAX_GROUPS + num_blocks * (1 + _BLOCK_M))
-    stops = token_ids.new_empty(num_blocks * _BLOCK_M)
+    num_groups = _ceil_div(used_blocks, _BLOCKS)
+    # a span after the first has SPAN ids of its block before it, so that so many programs reach the
+    # capacity: with such spans, and from the last id on with those of the end
+    programs = used_blocks + capacity // _SPAN + 2
+    num_sums = num_groups * (2 + _BLOCKS)
+    scratch = row_offsets.new_empty(num_sums + programs * _BLOCK_M)
+    sums, shifts = scratch[:num_sums], scratch[num_sums:]
+    stops = token_ids.new_empty(programs * _BLOCK_M)
     _launch_sum_support_rows(
         (num_groups,),
-        (row_offsets, row_ids, sums, stops, num_ids, tiles_per_group, num_blocks),
-        (_TILE_BLOCKS, _MAX_GROUPS, _BLOCK_M, _CHUNK),
-        num_warps=8,
+        (row_offsets, row_ids, sums, num_ids, num_groups),
+        (_BLOCKS, _BLOCK_M, _SPAN),
     )
-    # a chunk after the first has CHUNK ids of its block before it, so that capacity // CHUNK + 1
-    # programs reach the capacity: with such chunks, and from the last id on with those of the end
     _launch_copy_support_rows(
-        (used_blocks + capacity // _CHUNK + 1,),
+        (programs,),
         (
-            token_ids, sums, stops, out, out_offsets, num_ids, used_blocks, num_blocks, num_groups,
-            capacity,
+            token_ids, row_offsets, row_ids, sums, shifts, stops, out, out_offsets, num_ids,
+            num_groups, used_blocks, capacity,
         ),
-        (_BLOCK_M.bit_length() - 1, _MAX_GROUPS, _BLOCK_M, _CHUNK),
+        (_BLOCKS, _BLOCK_M, (_BLOCK_M.bit_length() - 1) // 2, _CHUNK, _SPAN, _BLOCK_G),
     )  # fmt: skip
     return out, out_offsets
 
