@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from packhorse._nvtx import ranged
 from packhorse.kernels.launch import Launcher, called_directly, kernel_name
 from packhorse.kernels.rows import (
     _gather_rows_op,
@@ -370,6 +371,7 @@ _pad_ragged_support_op = called_directly(_ops.pad_ragged_support.default, _pad_r
 # --- public API -----------------------------------------------------------------------------------
 
 
+@ranged
 def gather_support(support: Tensor, row_ids: Tensor) -> Tensor:
     """Collect the support rows of one width that ``row_ids`` names.
 
@@ -405,6 +407,7 @@ def gather_support(support: Tensor, row_ids: Tensor) -> Tensor:
     return _gather_rows_op(support, row_ids, NO_CANDIDATE)
 
 
+@ranged
 def gather_ragged_support(
     token_ids: Tensor, row_offsets: Tensor, row_ids: Tensor, *, capacity: int | None = None
 ) -> RaggedSupport:
@@ -460,6 +463,7 @@ def gather_ragged_support(
     return RaggedSupport(ids, offsets)
 
 
+@ranged
 def pad_ragged_support(
     token_ids: Tensor, row_offsets: Tensor, row_ids: Tensor, *, width: int
 ) -> Tensor:

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from packhorse._nvtx import ranged
 from packhorse.kernels.faults import (
     ROUTE_FAULTS,
     SUPPORT_FAULTS,
@@ -411,6 +412,7 @@ _validate_ragged_support_op = called_directly(
 # --- public API -----------------------------------------------------------------------------------
 
 
+@ranged
 def validate_routes(
     routes: Tensor,
     *,
@@ -464,6 +466,7 @@ def validate_routes(
     return RouteCheck(counters[0], counters[1], captured)
 
 
+@ranged
 def validate_support(support: Tensor, sampled_ids: Tensor, *, vocab_size: int) -> SupportCheck:
     """Find support rows that cannot score their sampled id, without waiting for the device.
 
@@ -499,6 +502,7 @@ def validate_support(support: Tensor, sampled_ids: Tensor, *, vocab_size: int) -
     return SupportCheck(*_validate_support_op(support, sampled_ids, vocab_size))
 
 
+@ranged
 def validate_ragged_support(
     token_ids: Tensor, row_offsets: Tensor, sampled_ids: Tensor, *, vocab_size: int
 ) -> SupportCheck:
