@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from packhorse._nvtx import ranged
 from packhorse.kernels.launch import Launcher, called_directly, kernel_name
 from packhorse.kernels.layout import check_tables, position_in_sequence
 from packhorse.kernels.rows import SUPPORTED_DTYPES, check_values, checks_values, fill_fits
@@ -451,19 +452,12 @@ def _restore(values: Tensor, *arguments: Any) -> Tensor:
 # --- public API -----------------------------------------------------------------------------------
 
 
+@ranged
 def align_tokens(
-    dense: Tensor,
-    offsets: Tensor,
-    columns: Tensor,
-    num_tokens: int,
-    *,
-    fill: int = 0,
-    shift: int = 0,
-    cp_size: int = 1,
-    cp_rank: int = 0,
-    zigzag: bool = False,
+    dense: Tensor, offsets: Tensor, columns: Tensor, num_tokens: int, *, fill: int = 0,
+    shift: int = 0, cp_size: int = 1, cp_rank: int = 0, zigzag: bool = False,
     position_major: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Bring a dense batch into one rank's token order. ``TokenLayout.align`` is the usual way.
 
     Args:
@@ -516,17 +510,11 @@ def align_tokens(
     )  # fmt: skip
 
 
+@ranged
 def restore_tokens(
-    values: Tensor,
-    offsets: Tensor,
-    columns: Tensor,
-    width: int,
-    *,
-    fill: int = 0,
-    cp_size: int = 1,
-    zigzag: bool = False,
-    position_major: bool = False,
-) -> Tensor:
+    values: Tensor, offsets: Tensor, columns: Tensor, width: int, *, fill: int = 0,
+    cp_size: int = 1, zigzag: bool = False, position_major: bool = False,
+) -> Tensor:  # fmt: skip
     """Bring the values of all ranks' tokens back to the batch; see ``TokenLayout.restore``.
 
     The value of position s lands in column ``first_column + s``; that of the last position, which
