@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 import packhorse.kernels
+from packhorse.kernels import dense as dense_
 from packhorse.kernels import dummies as dummy
-from packhorse.kernels import layout, restore, routes, rows
+from packhorse.kernels import layout, routes, rows, support_rows, validate
 from tests.tools.aot import AMD_TARGETS, TARGETS, Report, amd_spills, compile_only, report
 
 u8, i16, i32, i64 = torch.uint8, torch.int16, torch.int32, torch.int64
@@ -79,12 +80,61 @@ def row_ids(*, cp_size: int, zigzag: bool, bshd: bool) -> Launch:
     return Launch("_make_row_ids_kernel", run, 40, (32, 1.0), (64, 1.0))
 
 
-def restore_row_ids(*, cp_size: int, zigzag: bool, bshd: bool) -> Launch:
+def dense(
+    width: tuple[int, ...], dtype: torch.dtype, *, cp_size: int = 1, bshd: bool = False,
+    restore: bool = False, registers: int = 64, bits: int = 128,
+) -> Launch:  # fmt: skip
     def run() -> Tensor:
         offsets, columns = meta(2 if bshd else 33, dtype=i32), meta(2, 32, dtype=i32)
-        return restore._restore_row_ids_cuda(offsets, columns, 8191, TOKENS, cp_size, zigzag, bshd)
+        if restore:
+            values = meta(cp_size * TOKENS, *width, dtype=dtype)
+            return dense_._restore_tokens_cuda(
+                values, offsets, columns, 8191, 0, 0, 1, cp_size, None, cp_size > 1, bshd
+            )
+        batch = meta(32, 8192, *width, dtype=dtype)
+        return dense_._align_tokens_cuda(
+            batch, offsets, columns, TOKENS, 0, 0, 0, cp_size, cp_size - 1, cp_size > 1, bshd
+        )
 
-    return Launch("_make_restore_row_ids_kernel", run, 40, (32, 1.0), (64, 1.0))
+    # beside whole rows the loads are of the tables; a cell of one number moves by itself
+    kernel = "_restore_tokens_kernel" if restore else "_align_tokens_kernel"
+    return Launch(kernel, run, registers, (bits, 0.3), (bits, 1.0))
+
+
+def ragged_support(kernel: str, load_bits: int, store_bits: int) -> Launch:
+    def run() -> tuple[Tensor, Tensor]:
+        return support_rows._gather_ragged_support_cuda(
+            meta(9001, dtype=i32), meta(4100, dtype=i64), ids(), 9001
+        )
+
+    return Launch(kernel, run, 64, (load_bits, 0.9), (store_bits, 0.9))
+
+
+def padded_support(width: int, store_bits: int) -> Launch:
+    def run() -> Tensor:
+        return support_rows._pad_ragged_support_cuda(
+            meta(9001, dtype=i32), meta(4100, dtype=i64), ids(), width
+        )
+
+    return Launch("_pad_support_rows_kernel", run, 48, (32, 1.0), (store_bits, 1.0))
+
+
+def check_routes(captured: tuple[int, int], dtype: torch.dtype, layers: int | None, bits: int):
+    def run() -> Tensor:
+        listed = None if layers is None else meta(layers, dtype=i32)
+        count = captured[0] if layers is None else layers
+        routes = meta(TOKENS, *captured, dtype=dtype)
+        return validate._validate_routes_cuda(routes, listed, 0, 1, count, 512)
+
+    return Launch("_validate_routes_kernel", run, 96, (bits, 1.0), (8, 0.0))
+
+
+def check_support(width: int, kernel: str = "_validate_support_kernel") -> Launch:
+    def run() -> Tensor:
+        return validate._validate_support_cuda(meta(TOKENS, width, dtype=i32), ids(), 1000)
+
+    stores = (64, 1.0) if kernel == "_clear_checks_kernel" else (8, 0.0)
+    return Launch(kernel, run, 96, (32, 0.0), stores)
 
 
 def gather_routes(
@@ -128,10 +178,26 @@ LAUNCHES = {
     "row ids thd contiguous": row_ids(cp_size=4, zigzag=False, bshd=False),
     "row ids bshd": row_ids(cp_size=1, zigzag=False, bshd=True),
     "row ids bshd zigzag": row_ids(cp_size=4, zigzag=True, bshd=True),
-    "restore ids thd": restore_row_ids(cp_size=1, zigzag=False, bshd=False),
-    "restore ids thd zigzag": restore_row_ids(cp_size=4, zigzag=True, bshd=False),
-    "restore ids bshd": restore_row_ids(cp_size=1, zigzag=False, bshd=True),
-    "restore ids bshd zigzag": restore_row_ids(cp_size=4, zigzag=True, bshd=True),
+    "align float32": dense((), torch.float32, bits=32),
+    "align int64 zigzag": dense((), i64, cp_size=4, bits=32),
+    "align bool bshd": dense((), torch.bool, bshd=True, bits=8),
+    "align 4 float32": dense((4,), torch.float32),
+    "align hidden bf16": dense((2048,), torch.bfloat16),
+    "restore float32": dense((), torch.float32, restore=True, bits=32),
+    "restore int64 zigzag": dense((), i64, cp_size=4, restore=True, bits=32),
+    "restore float32 bshd zigzag": dense(
+        (), torch.float32, cp_size=2, bshd=True, restore=True, bits=32
+    ),
+    "restore hidden bf16": dense((2048,), torch.bfloat16, restore=True),
+    "sums of ragged support": ragged_support("_sum_support_rows_kernel", 64, 64),
+    "ragged support": ragged_support("_copy_support_rows_kernel", 32, 32),
+    "ragged support to 64": padded_support(64, 128),
+    "ragged support to 30": padded_support(30, 64),
+    "check routes 48x8 uint8": check_routes((48, 8), u8, None, 64),
+    "check routes 5 of 40x22 int16": check_routes((40, 22), i16, 5, 32),
+    "check support of 20": check_support(20),
+    "check support of 128": check_support(128),
+    "clear checks": check_support(20, "_clear_checks_kernel"),
     "dummies of 8": dummies(8, i32, spread=False),
     "dummies of 8 uint8": dummies(8, u8, spread=False, bits=64),
     "dummies of 8 spread": dummies(8, i32, spread=True),
