@@ -21,9 +21,12 @@ from typing import Any
 
 import torch
 import triton
-from harness import DRY, Case, Setting, environment
+from harness import DRY, Case, Cases, Setting, environment
+from torch import Tensor
 
-#: (script, case) of the benchmarks: each kernel at least once, and in each form that differs much
+from packhorse import gather_routes
+
+#: (script, case) of the benchmarks
 PROFILED = (
     ("bench_routes", "32 of 2k-8k, 48x8 uint8 -> int32"),
     ("bench_routes", "32 of 2k-8k, 48x8 int16 -> int32, E 384"),
@@ -58,16 +61,47 @@ def main() -> int:
         sys.stderr.write("profile_kernels: no GPU here, so nothing to profile (--dry runs small)\n")
         return 1
     setting = DRY if args.dry else Setting()
-    wanted = [(s, name) for s, name in PROFILED if re.search(args.only, f"{s}: {name}")]
     lines = []
-    for script, name in wanted:
-        build = importlib.import_module(script).cases(setting)[name]
-        lines.append(profile(f"{script.removeprefix('bench_')}: {name}", build, args.dry))
-        print(lines[-1]["case"], *lines[-1]["kernels"], sep="\n    ", flush=True)
+    for name, build in cases(setting).items():
+        if re.search(args.only, name):
+            lines.append(profile(name, build, args.dry))
+            print(name, *lines[-1]["kernels"], sep="\n    ", flush=True)
     if args.cases:
         with open(args.cases, "w") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
     return 0 if lines else 1
+
+
+def cases(setting: Setting) -> Cases:
+    """What is profiled, in order."""
+    found: Cases = {}
+    for script, name in PROFILED:
+        build = importlib.import_module(script).cases(setting)[name]
+        found[f"{script.removeprefix('bench_')}: {name}"] = build
+    return {**found, "routes: 32 of 2k-8k, 26x6 uint8 -> int32": six_experts(setting)}
+
+
+def six_experts(setting: Setting) -> Callable[[], Case]:
+    """A K that is no power of 2 has a kernel of its own, and no benchmark."""
+
+    def build() -> Case:
+        num_rows, num_layers, topk, num_experts = sum(setting.lengths(2048, 8192, 32)), 26, 6, 64
+        scores = torch.rand(num_rows, num_layers, num_experts, device=setting.device)
+        routes = scores.topk(topk, -1).indices.to(torch.uint8)
+        row_ids = torch.arange(num_rows, device=setting.device)
+
+        def ours(_: int) -> tuple[Tensor, ...]:
+            return gather_routes(routes, row_ids, range(num_layers), num_experts=num_experts)
+
+        per_row = num_layers * topk
+        return Case(
+            tokens=num_rows,
+            bytes_moved=num_rows * (per_row + 8) + num_rows * (4 * per_row + 1),
+            providers={"packhorse": ours},
+            expected=ours,
+        )
+
+    return build
 
 
 def profile(name: str, build: Callable[[], Case], dry: bool) -> dict[str, Any]:
