@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from packhorse.kernels.launch import Launcher
+
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks"
 
@@ -169,16 +171,26 @@ def test_every_case_that_is_profiled_runs(tmp_path, monkeypatch):
     assert all(line["bytes"] > 0 for line in seen)
 
 
-def test_every_kernel_is_profiled(cuda, tmp_path):
-    from packhorse.kernels.launch import Launcher
+def names_of_kernels() -> list[str]:
+    """Where the name of each kernel begins."""
+    modules = [
+        importlib.import_module(f"packhorse.kernels.{path.stem}")
+        for path in (ROOT / "kernels").glob("*.py")
+    ]
+    launchers = {v for module in modules for v in vars(module).values() if isinstance(v, Launcher)}
+    nouns = [launcher.kernel.__name__.strip("_").removesuffix("_kernel") for launcher in launchers]
+    return sorted(f"packhorse_{noun}" for noun in nouns)
 
-    kernels = {kernel for line in run_cases(tmp_path) for kernel in line["kernels"]}
-    for path in sorted((ROOT / "kernels").glob("*.py")):
-        module = importlib.import_module(f"packhorse.kernels.{path.stem}")
-        for launcher in vars(module).values():
-            if isinstance(launcher, Launcher):
-                name = launcher.kernel.__name__.strip("_").removesuffix("_kernel")
-                assert any(kernel.startswith(f"packhorse_{name}") for kernel in kernels), name
+
+def test_the_page_on_profiling_names_every_kernel():
+    page = (ROOT / "docs" / "profiling.md").read_text()
+    assert [name for name in names_of_kernels() if f"`{name}`" not in page] == []
+
+
+def test_every_kernel_is_profiled(cuda, tmp_path):
+    seen = {kernel for line in run_cases(tmp_path) for kernel in line["kernels"]}
+    names = names_of_kernels()
+    assert [name for name in names if not any(k.startswith(name) for k in seen)] == []
 
 
 # --- profile.sh -----------------------------------------------------------------------------------
