@@ -413,7 +413,7 @@ def gather_routes_of_rows(
     if dtype not in TOPK_ID_DTYPES:
         raise TypeError(f"{name}: dtype must be int32 or int64, got {dtype}")
     check_dummy(name, dummy, routes.shape[2], num_experts, ep_size, spread_offset)
-    table, first_layer, layer_step, num_layers = _resolve_layers(layers, routes, name)
+    table, first_layer, layer_step, num_layers = resolve_layers(name, layers, routes)
     if checks_values(routes):
         delivered = table
         if delivered is None:
@@ -445,8 +445,8 @@ def check_dummy(
         raise ValueError(f"{name}: spread_offset must be >= 0, got {spread_offset}")
 
 
-def _resolve_layers(
-    layers: range | Sequence[int] | Tensor, routes: Tensor, name: str = "gather_routes"
+def resolve_layers(
+    name: str, layers: range | Sequence[int] | Tensor, routes: Tensor
 ) -> tuple[Tensor | None, int, int, int]:
     """A table on the device or None, and first, step and count of an arithmetic run."""
     captured = routes.shape[1]

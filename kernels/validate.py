@@ -39,7 +39,7 @@ from packhorse.kernels.faults import (
     count_faults,
 )
 from packhorse.kernels.launch import Launcher, called_directly, kernel_name
-from packhorse.kernels.routes import ROUTE_DTYPES, _resolve_layers
+from packhorse.kernels.routes import ROUTE_DTYPES, resolve_layers
 from packhorse.kernels.rows import check_values, checks_values, interval
 from packhorse.kernels.support_rows import check_ragged_rows
 from packhorse.packed.sentinels import MISSING_EXPERT, NO_CANDIDATE
@@ -455,10 +455,7 @@ def validate_routes(
     captured = routes.shape[1]
     if layers is None:
         layers = range(captured)
-    try:
-        table, first_layer, layer_step, num_layers = _resolve_layers(layers, routes)
-    except (TypeError, ValueError) as error:  # whose text begins with another function's name
-        raise type(error)(f"{name}:{str(error).partition(':')[2]}") from None
+    table, first_layer, layer_step, num_layers = resolve_layers(name, layers, routes)
     if table is not None and checks_values(table):
         listed = (table >= 0) & (table < captured)
         check_values(listed.all(), f"{name}: a layer is outside {interval(0, captured)}")
