@@ -9,8 +9,8 @@ A job names one limit, or two of which either is enough:
 
 A figure is the median over the rounds of the medians of one round. GPU time is the time in a CUDA
 graph over inputs and outputs that together pass L2 (``graph_us``); the dense batches of 1 to 2 MB,
-asked in microseconds, are judged in an L2 that holds them (``graph_warm_us``). No torch here: the table and the
-pictures are made from the lines alone.
+asked in microseconds, are judged in an L2 that holds them (``graph_warm_us``). No torch here: the
+table and the pictures are made from the lines alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,6 +40,7 @@ class Job:
 
 
 _ROUTES = "`gather_routes`, 182k tokens"
+_WARM = "graph_warm_us"
 _LOOP = "against the plain torch loop, wall:"
 
 #: in the order of the table; the keys are those of ``Case.jobs`` and of the lines
@@ -53,10 +54,10 @@ JOBS: dict[str, Job] = {
     "row_ids": Job("`make_row_ids`, 182k tokens, B = 32, 256, 1024, CP 1 and 4", us=3.5),
     "support_wide": Job("`gather_support`, 177k tokens x 20 and x 64 int32", ratio=1.3, us=8.0),
     "support_csr": Job("`gather_support`, 177k rows, CSR, mean 8 ids", ratio=1.6, us=8.0),
-    "align_fp32": Job("`align_tokens`, 32 x 8k fp32, forward and backward", of="graph_warm_us", us=2.5),
-    "align_int64": Job("`align_tokens`, 32 x 8k int64", of="graph_warm_us", us=3.5),
-    "restore_fp32": Job("`restore_tokens`, 32 x 8k fp32, forward and backward", of="graph_warm_us", us=2.5),
-    "restore_int64": Job("`restore_tokens`, 32 x 8k int64", of="graph_warm_us", us=3.5),
+    "align_fp32": Job("`align_tokens`, 32 x 8k fp32, forward and backward", of=_WARM, us=2.5),
+    "align_int64": Job("`align_tokens`, 32 x 8k int64", of=_WARM, us=3.5),
+    "restore_fp32": Job("`restore_tokens`, 32 x 8k fp32, forward and backward", of=_WARM, us=2.5),
+    "restore_int64": Job("`restore_tokens`, 32 x 8k int64", of=_WARM, us=3.5),
     "dummies": Job("`dummy_routes`, ≥ 64 MB, constant and spread", ratio=1.2),
     "microbatch": Job(
         "the per-microbatch call, B = 32, 256, 1024: wall beyond the GPU's, no sync",

@@ -102,7 +102,7 @@ def _fill_dummy_routes_cuda(
     if not spread:  # a walk over K experts, in which all layers are one long one
         num_elements, num_layers = num_elements * num_layers, 1
         num_experts, ep_size, spread_offset = topk, 1, 0
-    unit = math.gcd(_UNIT_BYTES // routes.itemsize, num_elements)
+    unit = math.gcd(_UNIT_BYTES // routes.itemsize, topk)  # whatever the number of rows
     num_blocks = -(-num_elements // _BLOCK)
     period = min(num_experts // math.gcd(num_experts, _BLOCK), num_blocks)
     rounds = min(_BLOCKS_OF_A_PROGRAM, -(-num_blocks // period))
