@@ -26,7 +26,13 @@ from torch import Tensor
 from packhorse._nvtx import ranged
 from packhorse.kernels.launch import Launcher, called_directly, kernel_name
 from packhorse.kernels.layout import check_tables, position_in_sequence
-from packhorse.kernels.rows import SUPPORTED_DTYPES, check_values, checks_values, fill_fits
+from packhorse.kernels.rows import (
+    SUPPORTED_DTYPES,
+    check_tensors,
+    check_values,
+    checks_values,
+    fill_fits,
+)
 
 # --- reference: the specification, and what CPU tensors run ---------------------------------------
 
@@ -555,6 +561,7 @@ def _check(
     name: str, field: str, rows: Tensor, shape: str, fill: int, offsets: Tensor, columns: Tensor,
     cp_size: int, position_major: bool,
 ) -> None:  # fmt: skip
+    check_tensors(name, **{field: rows}, offsets=offsets, columns=columns)
     if rows.dtype not in SUPPORTED_DTYPES:
         raise TypeError(f"{name}: {field} has unsupported dtype {rows.dtype}")
     num_leading = shape.count(",")  # dimensions before the dots

@@ -169,13 +169,16 @@ def dummy_routes(
         [J, M, K] of ``dtype``, contiguous.
 
     Raises:
-        TypeError: ``dtype`` is unsupported.
+        TypeError: ``dtype`` is unsupported, or a count is no integer.
         ValueError: a count is out of range, ``dtype`` does not hold E - 1, or ``ep_size`` does not
             divide E.
     """
     name = "dummy_routes"
     if dtype not in DUMMY_DTYPES:
         raise TypeError(f"{name}: dtype must be uint8, int16, int32 or int64, got {dtype}")
+    for field, count in (("num_ids", num_ids), ("num_layers", num_layers), ("topk", topk)):
+        if not isinstance(count, int | torch.SymInt) or isinstance(count, bool):
+            raise TypeError(f"{name}: {field} must be an integer, got {count!r}")
     if num_ids < 0 or num_layers < 0 or topk < 0:
         raise ValueError(
             f"{name}: num_ids={num_ids}, num_layers={num_layers} and topk={topk} must be >= 0"

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from packhorse._nvtx import ranged
 from packhorse.kernels.launch import Launcher, kernel_name
 
 #: ``first[k]`` where fault k was not found.
@@ -107,6 +108,7 @@ class RouteCheck(NamedTuple):
     first: Tensor  # [5] int64, row * L + layer of the first, ``NO_FAULT`` where there is none
     num_layers: int  # L, captured
 
+    @ranged
     def read(self) -> dict[str, RouteFault]:
         """Faults that were found, by name; empty for good routes. Waits for the device."""
         return {
@@ -114,6 +116,7 @@ class RouteCheck(NamedTuple):
             for name, count, first in _read(ROUTE_FAULTS, self.counts, self.first)
         }
 
+    @ranged
     def raise_if_any(self, lengths: Sequence[int] | None = None) -> None:
         """Raise for the first fault of all. Waits for the device.
 
@@ -140,6 +143,7 @@ class SupportCheck(NamedTuple):
     counts: Tensor  # [4] int64, rows
     first: Tensor  # [4] int64, the first row, ``NO_FAULT`` where there is none
 
+    @ranged
     def read(self) -> dict[str, SupportFault]:
         """Faults that were found, by name; empty for a good support. Waits for the device."""
         return {
@@ -147,6 +151,7 @@ class SupportCheck(NamedTuple):
             for name, count, first in _read(SUPPORT_FAULTS, self.counts, self.first)
         }
 
+    @ranged
     def raise_if_any(self, lengths: Sequence[int] | None = None) -> None:
         """As ``RouteCheck.raise_if_any``; ``lengths`` are each trajectory's response tokens."""
         found = self.read()

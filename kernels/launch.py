@@ -11,6 +11,7 @@ Contract for a kernel: its parameters are pointers, then scalars, then constexpr
 in ``do_not_specialize``, since each new rollout length would compile again.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ import torch
 import triton
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
+from torch._C._functorch import peek_interpreter_stack
 
 #: Triton releases whose launch takes the arguments given here.
 _KNOWN_LAUNCH: Final = triton.__version__.startswith("3.6.")
@@ -58,6 +60,7 @@ def is_plain_cuda(tensor: Tensor) -> bool:
         and tensor.is_cuda
         and not torch.compiler.is_compiling()
         and not _len_torch_dispatch_stack()
+        and peek_interpreter_stack() is None  # functorch's transforms
         and not torch.autograd.profiler._is_profiler_enabled
     )
 
@@ -104,16 +107,18 @@ class Launcher:
             constants: its constexprs, in its order.
         """
         first: Any = args[0]
+        tensors: Any = args[: self._num_pointers]
+        scalars: Any = args[self._num_pointers :]
+        # a bool would be compiled as one bit, and NumPy's integers not at all
+        scalars = [s if type(s) is int else int(operator.index(s)) for s in scalars]
         if not first.is_cuda:
-            self.kernel[grid](*args, *constants, num_warps=num_warps)
+            self.kernel[grid](*tensors, *scalars, *constants, num_warps=num_warps)
             return
         device = first.get_device()
         if device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 self(grid, args, constants, num_warps)
             return
-        tensors: Any = args[: self._num_pointers]
-        scalars: Any = args[self._num_pointers :]
         addresses = [None if t is None else t.data_ptr() for t in tensors]
         key = (
             device,
@@ -126,7 +131,7 @@ class Launcher:
         )
         launch = self._compiled.get(key)
         if launch is None or _is_hooked():
-            compiled = self.kernel[grid](*args, *constants, num_warps=num_warps)
+            compiled = self.kernel[grid](*tensors, *scalars, *constants, num_warps=num_warps)
             self._compiled[key] = _direct_launch(compiled)
             return
         stream = torch._C._cuda_getCurrentRawStream(device)

@@ -306,6 +306,8 @@ def make_row_ids(
 def check_tables(name: str, offsets: Tensor, field: str, table: Tensor, *, num_rows: int) -> None:
     """``offsets`` and the [num_rows, B] ``table`` are contiguous int32 on one device."""
     for argument, given in (("offsets", offsets), (field, table)):
+        if not isinstance(given, Tensor):
+            raise TypeError(f"{name}: {argument} must be a tensor, got {type(given).__name__}")
         if given.dtype != torch.int32:
             raise TypeError(f"{name}: {argument} must be int32, got {given.dtype}")
         if not given.is_contiguous():

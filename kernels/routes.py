@@ -28,6 +28,7 @@ from packhorse.kernels.launch import Launcher, called_directly, kernel_name
 from packhorse.kernels.rows import (
     check_row_ids,
     check_row_range,
+    check_tensors,
     check_values,
     checks_values,
     interval,
@@ -325,7 +326,7 @@ def _layers_of_a_program(num_layers: int, topk: int) -> int:
 torch.library.define(
     "packhorse::gather_routes",
     "(Tensor routes, Tensor row_ids, Tensor? layers, int first_layer, int layer_step,"
-    " int num_layers, int num_experts, bool spread, int ep_size, int spread_offset,"
+    " SymInt num_layers, int num_experts, bool spread, int ep_size, int spread_offset,"
     " ScalarType dtype) -> (Tensor, Tensor)",
 )
 torch.library.impl("packhorse::gather_routes", "CPU", gather_routes_reference)
@@ -381,18 +382,16 @@ def gather_routes(
         has no row (Megatron's polarity: True is padding).
 
     Raises:
-        TypeError: a dtype is unsupported.
+        TypeError: a dtype is unsupported, or a count is no integer.
         ValueError: a shape, device, layer or count is wrong, or a row id or expert on the CPU is
             out of range. Values on a GPU are not read, since that would stall it;
             ``PACKHORSE_CHECK=1`` checks row_ids, routes and a table of layers there.
+        RuntimeError: ``layers`` would be copied while a CUDA graph is captured.
 
     Source: ``RouterReplay.target_topk_idx`` of Megatron-core takes one layer's [M, K].
     """
     name = "gather_routes"
-    for field, tensor in (("routes", routes), ("row_ids", row_ids)):
-        if not isinstance(tensor, Tensor):
-            hint = "; pass its values" if hasattr(tensor, "values") else ""
-            raise TypeError(f"{name}: {field} must be a tensor, got {type(tensor).__name__}{hint}")
+    check_tensors(name, routes=routes, row_ids=row_ids)
     check_row_ids(name, row_ids, "routes", routes)
     if checks_values(row_ids):
         check_row_range(name, row_ids, len(routes) if routes.dim() else 0)
@@ -435,14 +434,22 @@ def gather_routes_of_rows(
 def check_dummy(
     name: str, dummy: str, topk: int, num_experts: int, ep_size: int, spread_offset: int
 ) -> None:
+    for field, count in (
+        ("topk", topk), ("num_experts", num_experts), ("ep_size", ep_size),
+        ("spread_offset", spread_offset),
+    ):  # fmt: skip
+        if not isinstance(count, int | torch.SymInt) or isinstance(count, bool):
+            raise TypeError(f"{name}: {field} must be an integer, got {count!r}")
+    if not 0 <= num_experts < 2**31:
+        raise ValueError(f"{name}: num_experts must be from 0 to 2**31 - 1, got {num_experts}")
     if dummy not in ("constant", "spread"):
         raise ValueError(f"{name}: dummy must be 'constant' or 'spread', got {dummy!r}")
     if topk > num_experts:
         raise ValueError(f"{name}: routes name {topk} experts a token, num_experts={num_experts}")
     if dummy == "spread" and (ep_size < 1 or num_experts % ep_size):
         raise ValueError(f"{name}: ep_size={ep_size} does not divide num_experts={num_experts}")
-    if spread_offset < 0:
-        raise ValueError(f"{name}: spread_offset must be >= 0, got {spread_offset}")
+    if not 0 <= spread_offset < 2**62:
+        raise ValueError(f"{name}: spread_offset must be >= 0 and below 2**62, got {spread_offset}")
 
 
 def resolve_layers(
@@ -480,5 +487,10 @@ def resolve_layers(
         return None, first, step, len(listed)
     table = torch.tensor(listed, dtype=torch.int32)
     if routes.is_cuda:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{name}: a list of layers cannot be captured in a CUDA graph, whose replays would"
+                " copy from memory that is gone; pass an int32 tensor on the device"
+            )
         table = table.pin_memory()
     return table.to(routes.device, non_blocking=True), 0, 1, len(listed)

@@ -36,6 +36,7 @@ from packhorse.kernels.rows import (
     _gather_rows_op,
     check_row_ids,
     check_row_range,
+    check_tensors,
     check_values,
     checks_values,
 )
@@ -397,6 +398,7 @@ def gather_support(support: Tensor, row_ids: Tensor) -> Tensor:
         [[4, -1], [-1, -1]]
     """
     name = "gather_support"
+    check_tensors(name, support=support, row_ids=row_ids)
     if support.dtype != torch.int32:
         raise TypeError(f"{name}: support must be int32, got {support.dtype}")
     if support.dim() != 2:
@@ -512,6 +514,7 @@ def check_ragged_rows(name: str, token_ids: Tensor, row_offsets: Tensor) -> None
         ("token_ids", token_ids, torch.int32, "[total ids]"),
         ("row_offsets", row_offsets, torch.int64, "[N + 1]"),
     ):
+        check_tensors(name, **{field: tensor})
         if tensor.dtype != dtype:
             raise TypeError(f"{name}: {field} must be {str(dtype)[6:]}, got {tensor.dtype}")
         if tensor.dim() != 1 or not tensor.is_contiguous():

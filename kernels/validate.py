@@ -40,7 +40,7 @@ from packhorse.kernels.faults import (
 )
 from packhorse.kernels.launch import Launcher, called_directly, kernel_name
 from packhorse.kernels.routes import ROUTE_DTYPES, resolve_layers
-from packhorse.kernels.rows import check_values, checks_values, interval
+from packhorse.kernels.rows import check_tensors, check_values, checks_values, interval
 from packhorse.kernels.support_rows import check_ragged_rows
 from packhorse.packed.sentinels import MISSING_EXPERT, NO_CANDIDATE
 
@@ -444,9 +444,7 @@ def validate_routes(
         {'repeated': RouteFault(num_cells=1, row=1, layer=0)}
     """
     name = "validate_routes"
-    if not isinstance(routes, Tensor):
-        hint = "; pass its values" if hasattr(routes, "values") else ""
-        raise TypeError(f"{name}: routes must be a tensor, got {type(routes).__name__}{hint}")
+    check_tensors(name, routes=routes)
     if routes.dtype not in ROUTE_DTYPES:
         raise TypeError(f"{name}: routes must be uint8, int16 or int32, got {routes.dtype}")
     if routes.dim() != 3:
@@ -490,6 +488,7 @@ def validate_support(support: Tensor, sampled_ids: Tensor, *, vocab_size: int) -
         {'sampled_missing': SupportFault(num_rows=1, row=1)}
     """
     name = "validate_support"
+    check_tensors(name, support=support, sampled_ids=sampled_ids)
     if support.dtype != torch.int32:
         raise TypeError(f"{name}: support must be int32, got {support.dtype}")
     if support.dim() != 2:

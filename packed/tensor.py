@@ -218,7 +218,8 @@ class PackedTensor:
 
     @property
     def bounds(self) -> np.ndarray:
-        """``offsets`` as the int64 array [B + 1] that the tensor holds; not to be written to."""
+        """``offsets`` as an int64 array [B + 1], read-only."""
+        self._bounds.flags.writeable = False
         return self._bounds
 
     @property

@@ -7,13 +7,11 @@ inverse on the cells it covers.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from packhorse.kernels.dense import align_tokens, restore_tokens
 from packhorse.kernels.rows import fill_fits
-from packhorse.replay.staging import to_device
 
 if TYPE_CHECKING:
     from packhorse.replay.layout import TokenLayout
@@ -30,7 +28,7 @@ def align_dense(layout: "TokenLayout", dense: Tensor, fill: float, next_token: b
     _check_device(name, "dense", dense, layout)
     return align_tokens(
         dense,
-        *_tables(layout),
+        *layout._dense_tables,
         layout.num_tokens,
         fill=_whole(name, fill, dense.dtype),
         shift=int(next_token),
@@ -85,26 +83,13 @@ def _restore(layout: "TokenLayout", values: Tensor, fill: int) -> Tensor:
     """[R * T, ...] -> [B, S - 1, ...]."""
     return restore_tokens(
         values,
-        *_tables(layout),
+        *layout._dense_tables,
         max(layout.batch_width - 1, 0),
         fill=fill,
         cp_size=layout.cp_size,
         zigzag=layout.cp_order == "zigzag",
         position_major=layout.format == "bshd",
     )
-
-
-def _tables(layout: "TokenLayout") -> tuple[Tensor, Tensor]:
-    """``offsets`` and ``columns`` of a layout, which never change: copied once."""
-    made = layout.__dict__
-    if "_dense_columns" not in made:
-        columns = np.stack((layout._columns, layout._lengths))
-        if "_offsets" in made:
-            (made["_dense_columns"],) = to_device((columns,), layout.device)
-        else:  # both cross in one copy
-            tables = to_device((layout._host_offsets, columns), layout.device)
-            made["_offsets"], made["_dense_columns"] = tables
-    return layout._offsets, made["_dense_columns"]
 
 
 class _GatherRanks(torch.autograd.Function):

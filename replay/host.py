@@ -1,4 +1,4 @@
-"""Host integers of a layout: checked, without reading a device, and their way to one."""
+"""Host integers and masks of a layout, checked without reading a device."""
 
 import itertools
 from array import array as pack_array

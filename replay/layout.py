@@ -194,13 +194,13 @@ class TokenLayout:
             place = torch.device("cuda", torch.cuda.current_device())
         return cls(
             format=format,
-            batch_width=width,
-            tp_size=tp_size,
-            tp_rank=tp_rank,
-            cp_size=cp_size,
-            cp_rank=cp_rank,
+            batch_width=int(width),
+            tp_size=int(tp_size),
+            tp_rank=int(tp_rank),
+            cp_size=int(cp_size),
+            cp_rank=int(cp_rank),
             cp_order=cp_order,
-            sequence_parallel=sequence_parallel,
+            sequence_parallel=bool(sequence_parallel),
             device=place,
             cp_group=cp_group,
             num_tokens=num_tokens,
@@ -345,6 +345,8 @@ class TokenLayout:
     ) -> RankRoutes:
         """What this rank's routers take of captured routes: one copy from the host, two kernels.
 
+        "spread" counts the missing rows in two more; a list of layers that is no run is copied too.
+
         Args:
             routes: [N, L, K] uint8, int16 or int32 rows on the layout's device, each trajectory's
                 captured prefix.
@@ -460,10 +462,11 @@ class TokenLayout:
         return values.reshape(self.num_tokens // max(batch, 1), batch, *values.shape[1:])
 
     @cached_property
-    def _offsets(self) -> Tensor:
-        """[B + 1] int32 on the device, or [2]: ``offsets`` of ``make_row_ids``."""
-        (offsets,) = to_device((self._host_offsets,), self.device)
-        return offsets
+    def _dense_tables(self) -> tuple[Tensor, Tensor]:
+        """``offsets`` and ``columns`` of ``align_tokens`` on the device, copied once."""
+        columns = np.stack((self._columns, self._lengths))
+        offsets, columns_there = to_device((self._host_offsets, columns), self.device)
+        return offsets, columns_there
 
     @cached_property
     def _host_offsets(self) -> np.ndarray:

@@ -78,9 +78,11 @@ def test_they_are_what_a_gather_writes_where_all_rows_are_missing(dummy, device)
     assert torch.equal(gathered, dummy_routes(37, 8, num_layers=5, device=device, **keywords))
 
 
-def test_ids_above_the_largest_captured_are_writable():
+def test_ids_above_the_largest_captured_are_writable(device):
     """E = 384 while the batch's largest id is 100: the dtype follows E, not the batch."""
-    ids = dummy_routes(100, 8, num_experts=384, dtype=torch.int16, dummy="spread", ep_size=8)
+    ids = dummy_routes(
+        100, 8, num_experts=384, dtype=torch.int16, dummy="spread", ep_size=8, device=device
+    )
     assert ids.max() == 383
 
 
@@ -136,6 +138,7 @@ def test_offsets_past_int32(cuda):
     [
         ({"dtype": torch.float32}, TypeError, "dtype must be uint8, int16, int32 or int64"),
         ({"num_ids": -1}, ValueError, "num_ids=-1"),
+        ({"num_ids": "3"}, TypeError, "num_ids must be an integer, got '3'"),
         ({"num_layers": -2}, ValueError, "num_layers=-2"),
         ({"topk": 9}, ValueError, "9 experts a token, num_experts=8"),
         ({"topk": 300, "num_experts": 300, "dtype": torch.uint8}, ValueError, "does not hold"),

@@ -8,9 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from packhorse import PackedTensor, gather_routes
 from packhorse.kernels import routes as routes_module
+from packhorse.kernels.routes import gather_routes_reference
 from packhorse.testing import poisoned_empty, random_row_ids
 
 DTYPES = sorted(routes_module.ROUTE_DTYPES, key=str)
@@ -144,6 +146,30 @@ def test_only_the_wanted_layers_are_widened(cuda):
     assert torch.cuda.max_memory_allocated() - before <= four_layers + 2**10
 
 
+class _Largest(TorchDispatchMode):
+    """The most elements of one result, with its dtype's width."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.num_bytes = max(self.num_bytes, tensor.numel() * tensor.itemsize)
+        return result
+
+
+def test_nothing_is_as_large_as_all_layers_widened():
+    routes = make_routes(512, 61, 8, 256, torch.uint8, "cpu")
+    with _Largest() as largest:
+        gather_routes_reference(
+            routes, torch.arange(512), None, 0, 1, 4, 256, False, 1, 0, torch.int32
+        )
+    assert largest.num_bytes <= 4 * 512 * 8 * 8  # four layers, at most in int64
+
+
 def test_column_order_is_kept(device):
     routes = torch.tensor([[[5, 1, 3]]], dtype=torch.uint8, device=device)
     ids, _ = gather_routes(routes, torch.tensor([0], device=device), range(1), num_experts=6)
@@ -176,6 +202,22 @@ def test_operator_contract(device):
     op = torch.ops.packhorse.gather_routes.default
     torch.library.opcheck(op, (routes, row_ids, None, 0, 1, 4, 8, False, 1, 0, torch.int32))
     torch.library.opcheck(op, (routes, row_ids, None, 3, -1, 2, 8, True, 2, 1, torch.int64))
+
+
+def test_operator_contract_with_a_table_of_layers(device):
+    routes = make_routes(9, 4, 3, 8, torch.uint8, device)
+    row_ids = random_row_ids(6, 9, missing=0.3, device=device)
+    layers = torch.tensor([3, 0], dtype=torch.int32, device=device)
+    op = torch.ops.packhorse.gather_routes.default
+    torch.library.opcheck(op, (routes, row_ids, layers, 0, 1, 2, 8, True, 2, 1, torch.int32))
+
+
+def test_a_list_of_layers_is_not_captured(cuda):
+    routes = make_routes(9, 4, 2, 8, torch.uint8, cuda)
+    row_ids = random_row_ids(6, 9, missing=0.3, device=cuda)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), pytest.raises(RuntimeError, match="gather_routes: a list of lay"):
+        gather_routes(routes, row_ids, [3, 0, 1], num_experts=8)
 
 
 def test_compiles_whole_and_once(device):
@@ -255,6 +297,11 @@ ROUTES, IDS = torch.zeros(2, 3, 4, dtype=torch.uint8), torch.zeros(2, dtype=torc
         (ROUTES, IDS, {"dummy": "zeros"}, ValueError, "dummy must be"),
         (ROUTES, IDS, {"dummy": "spread", "ep_size": 3}, ValueError, "ep_size=3 does not divide"),
         (ROUTES, IDS, {"spread_offset": -1}, ValueError, "spread_offset must be >= 0"),
+        (ROUTES, IDS, {"spread_offset": 2**70}, ValueError, "spread_offset must be >= 0 and below"),
+        (ROUTES, IDS, {"num_experts": "8"}, TypeError, "num_experts must be an integer, got '8'"),
+        (ROUTES, IDS, {"num_experts": 8.5}, TypeError, "num_experts must be an integer, got 8.5"),
+        (ROUTES, IDS, {"num_experts": 2**31}, ValueError, "num_experts must be from 0 to"),
+        (ROUTES, IDS, {"ep_size": True}, TypeError, "ep_size must be an integer, got True"),
     ],
 )
 def test_rejects(routes, row_ids, keywords, error, message):

@@ -59,7 +59,7 @@ def test_one_call_is_the_oracle(geometry, layers, dummy, device):
 
 
 def test_a_second_call_of_the_same_layout_is_the_same(geometry, device):
-    """The first call of a layout copies both tables at once, later ones the segments alone."""
+    """Each call copies the tables anew, through memory that is used again."""
     layout = TokenLayout.build(LENGTHS, device=device, **geometry)
     first = layout.gather_routes(packed_routes(CAPTURED, device), range(4), num_experts=8)
     other = [2, 0, 1, 3]
