@@ -32,7 +32,8 @@ from packhorse.kernels.rows import (
     check_values,
     checks_values,
     fill_fits,
-)
+    is_differentiated,
+)  # fmt: skip
 
 # --- reference: the specification, and what CPU tensors run ---------------------------------------
 
@@ -444,13 +445,13 @@ class _RestoreTokens(torch.autograd.Function):
 
 
 def _align(dense: Tensor, *arguments: Any) -> Tensor:
-    if torch.is_grad_enabled() and dense.requires_grad:
+    if is_differentiated(dense):
         return _AlignTokens.apply(dense, *arguments)
     return _align_tokens_op(dense, *arguments)
 
 
 def _restore(values: Tensor, *arguments: Any) -> Tensor:
-    if torch.is_grad_enabled() and values.requires_grad:
+    if is_differentiated(values):
         return _RestoreTokens.apply(values, *arguments)
     return _restore_tokens_op(values, *arguments)
 

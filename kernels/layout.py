@@ -42,7 +42,7 @@ def row_ids_reference(
         sequence, local = slots % num_sequences, slots // num_sequences
         local_length = offsets[1].expand(num_ids)
     else:
-        sequence = torch.searchsorted(offsets, slots, right=True) - 1
+        sequence = torch.searchsorted(offsets[:-1].contiguous(), slots, right=True) - 1
         local = slots - offsets[sequence]
         local_length = offsets[sequence + 1] - offsets[sequence]
     if zigzag:
@@ -55,7 +55,8 @@ def row_ids_reference(
         position = local + cp_rank * local_length
     bases, counts, starts = segments.long()[:, sequence]
     row = position + shift - starts
-    return torch.where((row >= 0) & (row < counts), bases + row, -1)
+    found = (row >= 0) & (row < counts) & (local < local_length)
+    return torch.where(found, bases + row, -1)
 
 
 # --- Triton ---------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ def _make_row_ids_kernel(
     count = tl.load(segments_ptr + num_sequences + sequence, mask=in_bounds, other=0)
     start = tl.load(segments_ptr + 2 * num_sequences + sequence, mask=in_bounds, other=0)
     row = position + shift - start
-    found = (row >= 0) & (row < count)
+    found = (row >= 0) & (row < count) & (local < local_length)
     tl.store(row_ids_ptr + ids, tl.where(found, base + row, -1).to(tl.int64), mask=in_bounds)
 
 
@@ -270,7 +271,8 @@ def make_row_ids(
             rank's tokens, 0 first. With ``position_major`` [2]: 0 and the tokens of one sequence.
         segments: [3, B] int32, contiguous, on ``offsets.device``: of each sequence the row id of
             its first row, its number of rows, and the position of the first row.
-        num_ids: M, slots ``first_id`` to ``first_id + M - 1``.
+        num_ids: M, slots ``first_id`` to ``first_id + M - 1``; those past the last sequence have no
+            row.
         first_id: first slot, >= 0: where a sequence-parallel slice begins.
         cp_size, cp_rank: context-parallel ranks and this one.
         zigzag: this rank holds chunks r and 2R-1-r of each sequence; else chunk r of R.
@@ -291,7 +293,7 @@ def make_row_ids(
         raise ValueError(f"{name}: offsets must be [{expected}], got {tuple(offsets.shape)}")
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"{name}: cp_rank={cp_rank} is not in [0, cp_size={cp_size})")
-    if shift not in (0, 1):
+    if not isinstance(shift, int) or shift not in (0, 1):
         raise ValueError(f"{name}: shift must be 0 or 1, got {shift}")
     if num_ids < 0 or first_id < 0:
         raise ValueError(f"{name}: num_ids={num_ids} and first_id={first_id} must be >= 0")

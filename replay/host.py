@@ -30,6 +30,11 @@ def host_array(name: str, field: str, values: object) -> np.ndarray:
     if isinstance(values, Tensor):
         if values.device.type != "cpu":
             raise TypeError(f"{name}: {field} must be host integers, got a tensor on a device")
+        if values.dtype.is_floating_point or values.layout != torch.strided:
+            raise TypeError(
+                f"{name}: {field} must be one-dimensional integers, got {values.dtype}"
+                f" {values.layout}"
+            )
         values = values.detach().numpy()
     if isinstance(values, np.ndarray):
         if values.dtype.kind not in "iu" or values.ndim != 1:
@@ -47,7 +52,8 @@ def host_array(name: str, field: str, values: object) -> np.ndarray:
                 )
     given = cast(Sequence[int], values)
     try:
-        if isinstance(given, list | tuple):  # NumPy's own loop is slower
+        # NumPy's own loop is slower; torch.compile knows no other
+        if isinstance(given, list | tuple) and not torch.compiler.is_compiling():
             array = np.frombuffer(pack_array("q", given), np.int64)
         else:
             array = np.array(given, dtype=np.int64)  # 64-bit unsigned wrap to negative

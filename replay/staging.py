@@ -3,7 +3,9 @@
 A fresh pinned tensor costs an event when it is dropped, half of what such a copy costs the host.
 ``_Ring`` keeps pinned slots a thread and stream, in parts; an event is recorded as a part is left,
 and a part is entered again only after its event is past. Nothing waits: where the device is so far
-behind that the next part is still in flight, the table takes a fresh tensor.
+behind that the next part is still in flight, the table takes a fresh tensor. While another thread
+captures a CUDA graph, stage nothing: an event that is queried then spoils the capture, as one of
+torch's own pinned memory does.
 """
 
 import threading

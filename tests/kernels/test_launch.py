@@ -70,6 +70,17 @@ def test_fills_past_int32_after_small_ones(device):
         assert gather_rows(x, missing, fill=fill).item() == fill
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_lazy_negation_and_traces_are_seen(device):
+    row_ids = torch.tensor([1, -1], device=device)
+    x = torch.tensor([1 + 2j, 3 + 4j], device=device).conj().imag
+    assert x.is_neg()
+    assert gather_rows(x, row_ids).tolist() == [-4, 0]
+    plain = torch.tensor([5.0, 6.0], device=device)
+    traced = torch.jit.trace(lambda x: gather_rows(x, row_ids), (plain,), check_trace=False)
+    assert traced(plain + 1).tolist() == [7, 0]
+
+
 def calls(device: str) -> dict:
     generator = torch.Generator().manual_seed(0)
 

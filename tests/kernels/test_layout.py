@@ -42,6 +42,15 @@ def row_ids_loop(slots, segments, shift, first_id, num_ids) -> list[int]:
     return out
 
 
+@pytest.mark.parametrize("position_major", [False, True])
+def test_slots_past_the_last_sequence_have_no_row(position_major, device):
+    """Not those of another rank, whose positions follow."""
+    offsets = table([0, 2], device)
+    segments = table([[0], [4], [0]], device)
+    keywords = {"cp_size": 2, "position_major": position_major}
+    assert make_row_ids(offsets, segments, 6, **keywords).tolist() == [0, 1, -1, -1, -1, -1]
+
+
 def table(values, device: str) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
