@@ -33,7 +33,7 @@ from packhorse.kernels.rows import (
     checks_values,
     fill_fits,
     is_differentiated,
-)  # fmt: skip
+)
 
 # --- reference: the specification, and what CPU tensors run ---------------------------------------
 
@@ -445,15 +445,13 @@ class _RestoreTokens(torch.autograd.Function):
 
 
 def _align(dense: Tensor, *arguments: Any) -> Tensor:
-    if is_differentiated(dense):
-        return _AlignTokens.apply(dense, *arguments)
-    return _align_tokens_op(dense, *arguments)
+    call = _AlignTokens.apply if is_differentiated(dense) else _align_tokens_op
+    return call(dense, *arguments)
 
 
 def _restore(values: Tensor, *arguments: Any) -> Tensor:
-    if is_differentiated(values):
-        return _RestoreTokens.apply(values, *arguments)
-    return _restore_tokens_op(values, *arguments)
+    call = _RestoreTokens.apply if is_differentiated(values) else _restore_tokens_op
+    return call(values, *arguments)
 
 
 # --- public API -----------------------------------------------------------------------------------
