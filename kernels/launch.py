@@ -56,11 +56,11 @@ def is_plain_cuda(tensor: Tensor) -> bool:
     """Whether the dispatcher would only pass a call of an operator on to its CUDA implementation:
     nothing traces, fakes, compiles or profiles operators, and its memory holds its values."""
     return (
-        type(tensor) is Tensor
+        not torch.compiler.is_compiling()  # first: Dynamo traces nothing of what follows
+        and type(tensor) is Tensor
         and tensor.is_cuda
         and not tensor.is_neg()
         and not tensor._is_zerotensor()
-        and not torch.compiler.is_compiling()
         and not _len_torch_dispatch_stack()
         and peek_interpreter_stack() is None  # functorch's transforms
         and torch._C._get_tracing_state() is None  # torch.jit.trace

@@ -73,7 +73,8 @@ def staged(num_ints: int, device: torch.device) -> Staged:
         )
     small, large = _SLOT_INTS
     if num_ints <= large:
-        size, index = small if num_ints <= small else large, device.index
+        size = small if num_ints <= small else large
+        index = torch.cuda.current_device() if device.index is None else device.index
         key = index, torch._C._cuda_getCurrentRawStream(index), size
         ring = _rings.made.get(key)
         if ring is None:

@@ -65,7 +65,7 @@ def _namespace() -> dict:
 
 
 def test_readme_snippets_run():
-    trainer, forward_step, scoring, numbers = snippets()
+    trainer, forward_step, scoring, numbers, rows = snippets()
     names = _namespace()
     # forward_step is printed second but is there before the schedule runs
     names["session"] = None
@@ -83,6 +83,7 @@ def test_readme_snippets_run():
     assert names["scores"].logprobs.lengths == tuple(RESPONSES)
     assert names["scores"].counts.tolist()[0] == sum(RESPONSES)
     exec(numbers, names)
+    exec(rows, names)
 
 
 def test_readme_names_only_what_exists():
