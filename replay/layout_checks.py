@@ -56,6 +56,18 @@ def check_padded(
         )
 
 
+def support_starts(name: str, lengths: np.ndarray, responses: np.ndarray) -> np.ndarray:
+    """[B] position of each response's first row: that of the token before the response."""
+    whole = (responses > 0) & (responses >= lengths)
+    if whole.any():
+        i = int(whole.argmax())
+        raise ValueError(
+            f"{name}: response_lengths of trajectory {i} is {responses[i]} of {lengths[i]} tokens:"
+            " a response needs a prompt token before it"
+        )
+    return np.maximum(lengths - responses - 1, 0)
+
+
 def check_slice(name: str, format: str, num_tokens: int, batch: int, tp_size: int) -> None:
     """A sequence-parallel slice is equal along the sequence dimension."""
     tokens = num_tokens if format == "thd" else num_tokens // max(batch, 1)

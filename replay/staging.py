@@ -69,7 +69,7 @@ def staged(num_ints: int, device: torch.device) -> Staged:
     if torch._C._cuda_isCurrentStreamCapturing():
         raise RuntimeError(
             "packhorse: tables made from host integers cannot be captured in a CUDA graph;"
-            " StaticRowIds.update copies them outside of it"
+            " StaticLayout.update copies them outside of it"
         )
     small, large = _SLOT_INTS
     if num_ints <= large:

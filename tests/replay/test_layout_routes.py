@@ -1,4 +1,4 @@
-"""TokenLayout.gather_routes and StaticRowIds: one microbatch's routes, from host lengths.
+"""TokenLayout.gather_routes and StaticLayout: one microbatch's routes, from host lengths.
 
 Oracle: ``tests/oracle.py`` and the loop of ``test_routes``, which share no code with the package.
 Tolerance: none.
@@ -7,7 +7,7 @@ Tolerance: none.
 import pytest
 import torch
 
-from packhorse import PackedTensor, StaticRowIds, TokenLayout, gather_routes
+from packhorse import PackedTensor, StaticLayout, TokenLayout, gather_routes
 from packhorse.testing import poisoned_empty
 from tests.kernels.test_routes import gather_loop, make_routes
 from tests.oracle import OracleLayout
@@ -125,11 +125,11 @@ def test_static_tables_follow_the_microbatch(geometry, device):
         for lengths, padded, _ in batches
     ]
     sequences = 4 if geometry["format"] == "bshd" else 12
-    static = StaticRowIds(layouts[0], max_sequences=sequences)
-    assert (static.row_ids() == -1).all()
+    static = StaticLayout(layouts[0], max_sequences=sequences)
+    assert (static.route_row_ids() == -1).all()
     for layout, (_, _, captured) in zip(layouts, batches, strict=True):
         static.update(layout, captured)
-        assert torch.equal(static.row_ids(), layout.route_row_ids(captured))
+        assert torch.equal(static.route_row_ids(), layout.route_row_ids(captured))
 
 
 def test_a_graph_replays_other_lengths(cuda, no_host_sync, geometry):
@@ -139,13 +139,13 @@ def test_a_graph_replays_other_lengths(cuda, no_host_sync, geometry):
         for lengths, padded, _ in batches
     ]
     sequences = 4 if geometry["format"] == "bshd" else 12
-    static = StaticRowIds(layouts[0], max_sequences=sequences)
+    static = StaticLayout(layouts[0], max_sequences=sequences)
     buffer = torch.zeros(120, 4, 2, dtype=torch.uint8, device=cuda)
     keywords = {"num_experts": 8, "dummy": "spread", "ep_size": 2}
-    gather_routes(buffer, static.row_ids(), range(4), **keywords)  # compile before capture
+    gather_routes(buffer, static.route_row_ids(), range(4), **keywords)  # compile before capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        topk_ids, mask = gather_routes(buffer, static.row_ids(), range(4), **keywords)
+        topk_ids, mask = gather_routes(buffer, static.route_row_ids(), range(4), **keywords)
     for layout, (_, _, captured) in zip(layouts, batches, strict=True):
         routes = packed_routes(captured, cuda)
         with no_host_sync():
@@ -157,24 +157,87 @@ def test_a_graph_replays_other_lengths(cuda, no_host_sync, geometry):
         assert torch.equal(mask, expected.padding_mask)
 
 
+def test_every_table_follows_the_microbatch(geometry, device):
+    """Support rows, next tokens and dense batches, against the layout that was laid in."""
+    batches = microbatches(geometry)
+    layouts = [
+        TokenLayout.build(lengths, device=device, batch_width=24, **geometry, **padded)
+        for lengths, padded, _ in batches
+    ]
+    width = 4 if geometry["format"] == "bshd" else 12
+    static = StaticLayout(layouts[0], max_sequences=width, dense=True)
+    assert (static.support_row_ids() == -1).all()
+    for layout, (lengths, _, captured) in zip(layouts, batches, strict=True):
+        batch, responses = len(lengths), [n // 2 for n in lengths]
+        static.update(layout, captured, responses)
+        assert torch.equal(static.route_row_ids(), layout.route_row_ids(captured))
+        assert torch.equal(static.support_row_ids(), layout.support_row_ids(responses))
+        for next_token in (False, True):
+            expected = layout.token_row_ids(next_token)
+            assert torch.equal(static.token_row_ids(next_token), expected)
+            dense = torch.arange(width * 24, device=device).view(width, 24)
+            aligned = static.align(dense, -1, next_token=next_token)
+            assert torch.equal(aligned, layout.align(dense[:batch], -1, next_token=next_token))
+        ranks = [torch.randn(layout.num_tokens, device=device) for _ in range(layout.cp_size)]
+        restored = static.restore(torch.cat(ranks), fill=-3)
+        assert torch.equal(restored[:batch], layout.restore_gathered(ranks, fill=-3))
+        assert (restored[batch:] == -3).all()
+
+
+def test_a_graph_replays_dense_batches_of_other_lengths(cuda, no_host_sync):
+    def build(lengths):
+        padded = [*lengths, 40 - sum(lengths)]
+        return TokenLayout.build(lengths, padded_lengths=padded, batch_width=24, device=cuda)
+
+    static = StaticLayout(build([5, 9]), max_sequences=6, dense=True)
+    dense, values = torch.zeros(6, 24, device=cuda), torch.zeros(40, device=cuda)
+
+    def run():
+        return static.align(dense, -1, next_token=True), static.restore(values, fill=-3)
+
+    run()  # compile before capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        aligned, restored = run()
+    for lengths in ([5, 9], [20, 3, 1], [], [8] * 5):
+        layout, batch = build(lengths), len(lengths)
+        given, scored = torch.randn(6, 24, device=cuda), torch.randn(40, device=cuda)
+        with no_host_sync():
+            static.update(layout)
+            dense.copy_(given)
+            values.copy_(scored)
+            graph.replay()
+        assert torch.equal(aligned, layout.align(given[:batch], -1, next_token=True))
+        assert torch.equal(restored[:batch], layout.restore(scored, fill=-3))
+
+
 def test_static_tables_refuse_another_geometry():
     def build(lengths, **keywords):
         return TokenLayout.build(lengths, padded_lengths=[8, 4], **keywords)
 
-    static = StaticRowIds(build([5, 4]), max_sequences=2)
-    before = static.row_ids()
+    static = StaticLayout(build([5, 4]), max_sequences=2)
+    before = static.route_row_ids()
     for layout, captured, error, message in (
         ([5, 4], [5, 4], TypeError, "layout must be a TokenLayout, got list"),
         (build([5, 4], format="thd", cp_size=2), [5, 4], ValueError, "num_tokens is 6, but .* 12"),
         (TokenLayout.build([12]), [13], ValueError, "trajectory 0 is 13, but it has 12 tokens"),
         (TokenLayout.build([4, 4, 4]), [4, 4, 4], ValueError, "3 padded .* max_sequences=2"),
     ):
-        with pytest.raises(error, match="StaticRowIds.update: .*" + message):
+        with pytest.raises(error, match="StaticLayout.update: .*" + message):
             static.update(layout, captured)
-    assert torch.equal(static.row_ids(), before)
+    with pytest.raises(ValueError, match="response_lengths of trajectory 1 is 4 of 4 tokens"):
+        static.update(build([5, 4]), [5, 4], [2, 4])
+    with pytest.raises(RuntimeError, match=r"StaticLayout\.align: made without dense=True"):
+        static.align(torch.zeros(2, 5), 0)
+    assert torch.equal(static.route_row_ids(), before)
+    wide = StaticLayout(build([5, 4], batch_width=9), max_sequences=2, dense=True)
+    with pytest.raises(ValueError, match="batch_width is 8, but the graph's is 9"):
+        wide.update(build([5, 4], batch_width=8))
+    with pytest.raises(TypeError, match=r"max_sequences must be an integer, got 2\.0"):
+        StaticLayout(build([5, 4]), max_sequences=2.0)
     with pytest.raises(ValueError, match="3 padded sequences for max_sequences=2"):
-        StaticRowIds(TokenLayout.build([4, 4, 4]), max_sequences=2)
+        StaticLayout(TokenLayout.build([4, 4, 4]), max_sequences=2)
     with pytest.raises(ValueError, match="max_sequences must be >= 1"):
-        StaticRowIds(TokenLayout.build([]), max_sequences=0)
+        StaticLayout(TokenLayout.build([]), max_sequences=0)
     with pytest.raises(ValueError, match="'bshd' interleaves the layout's 2"):
-        StaticRowIds(TokenLayout.build([4, 4], format="bshd"), max_sequences=3)
+        StaticLayout(TokenLayout.build([4, 4], format="bshd"), max_sequences=3)

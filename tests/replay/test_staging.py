@@ -84,5 +84,5 @@ def test_a_captured_stream_is_refused(cuda):
     layout = TokenLayout.build([5, 3], device=cuda)
     layout.route_row_ids([4, 3])
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), pytest.raises(RuntimeError, match="StaticRowIds"):
+    with torch.cuda.graph(graph), pytest.raises(RuntimeError, match="StaticLayout"):
         layout.route_row_ids([4, 3])
