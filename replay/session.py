@@ -16,6 +16,7 @@ Sizes: B trajectories, T token slots of this rank's routers, L captured layers, 
 E experts. Megatron-core 0.16.1 to 0.19.2.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,11 +27,13 @@ from torch import Tensor, nn
 
 from packhorse._nvtx import ranged, ranged_methods
 from packhorse.replay import routers as _routers
+from packhorse.replay.agreement import Agreement
 from packhorse.replay.device_rows import MicrobatchRows
 from packhorse.replay.expert_bias import install_expert_bias_shim
 from packhorse.replay.layout import TokenLayout
 from packhorse.replay.microbatch import ReplayMicrobatch
 from packhorse.replay.routers import CapturedLayers, LocatedRouter
+from packhorse.replay.survey import Chunk, Survey, router_name
 from packhorse.replay.targets import OpenMicrobatch, RouterTargets
 
 __all__ = [
@@ -90,22 +93,6 @@ class ScheduleReport:
         return tuple(self.asked)
 
 
-@dataclass(eq=False)
-class _Chunk:
-    """One model chunk of this rank, as it stands at the start of a schedule."""
-
-    index: int
-    module: nn.Module
-    config: Any
-    routers: list[LocatedRouter]  # of the decoder, in layer order
-    positions: tuple[int, ...]  # of each on the captured layer axis
-    biased_mtp_routers: list[LocatedRouter]  # run live; their counters need the mask
-    axis_length: int  # L that the captured axis must have
-    num_experts: int
-    topk: int
-    scatters_mask: bool
-
-
 @ranged_methods("report")
 class ReplaySession:
     """Replays routes through the routers of ``model``.
@@ -116,9 +103,16 @@ class ReplaySession:
         captured_layers: what the layer axis of the routes stands for.
         allow_live_aux_loss: accept a load-balancing loss, which Megatron computes from its own
             top-k of the live scores, not from the replayed routes.
+        agree: with several ranks, join the outcome of the checks before the first forward, here
+            and in each ``schedule``: where one rank fails all raise, and none waits for it in a
+            collective. True: all ranks of torch.distributed, each of which then makes its sessions
+            and opens its schedules in the same order; a process group with a host backend (gloo):
+            its ranks, where not all run this model; False: nobody. One host all-reduce of 4 bytes
+            a schedule, 0.1 ms between two processes of one machine; no GPU waits.
 
     Raises:
         TypeError: ``model`` is not made of modules.
+        RuntimeError: another rank failed; names it and its error.
         ValueError: a router cannot replay (fused or other routing that ignores it, dropped tokens,
             CUDA graphs, a Megatron-core before 0.16), a router has no captured layer or a captured
             layer no router, or the model has no MoE layers; names router or layer.
@@ -130,30 +124,13 @@ class ReplaySession:
         *,
         captured_layers: CapturedLayers,
         allow_live_aux_loss: bool = False,
+        agree: Any = True,
     ) -> None:
-        if not isinstance(model, nn.Module | Sequence):
-            raise TypeError(
-                f"{_NAME}: model must be a module or a list of them, got {type(model).__name__}"
-            )
-        models = [model] if isinstance(model, nn.Module) else list(model)
-        for chunk in models:
-            if not isinstance(chunk, nn.Module):
-                raise TypeError(
-                    f"{_NAME}: model must be a module or a list of them, got {type(chunk).__name__}"
-                )
-        if not models:
-            raise ValueError(f"{_NAME}: no model chunk was given")
-        if not isinstance(captured_layers, CapturedLayers):
-            raise TypeError(
-                f"{_NAME}: captured_layers must be CapturedLayers, got"
-                f" {type(captured_layers).__name__}"
-            )
-        self._models = models
-        self._captured_layers = captured_layers
-        self._allow_live_aux_loss = allow_live_aux_loss
         self._schedule: _Schedule | None = None
         self._report: ScheduleReport | None = None
-        self._survey()
+        self._agreement = Agreement(agree)
+        with self._agreement.together(_NAME):
+            self._survey = _first_survey(model, captured_layers, allow_live_aux_loss)
 
     @contextmanager
     @ranged
@@ -168,20 +145,14 @@ class ReplaySession:
             TypeError, ValueError: before the first forward, for what does not fit; names the
                 microbatch. At the end, unless an exception is already under way, when a chunk began
                 fewer microbatches, a router was never asked, or a recompute did not run.
+            RuntimeError: before the first forward: another rank failed; names it and its error.
         """
-        if self._schedule is not None:
-            raise ValueError(f"{_NAME}.schedule: a schedule of this session is still open")
-        if not isinstance(microbatches, Sequence):
-            raise TypeError(
-                f"{_NAME}.schedule: microbatches must be a list of ReplayMicrobatch, got"
-                f" {type(microbatches).__name__}"
-            )
-        chunks = self._survey()
-        given = list(microbatches)
-        _check_microbatches(chunks, given)
-        opened = _Schedule(chunks, given)
+        with contextlib.ExitStack() as on_failure:
+            with self._agreement.together(f"{_NAME}.schedule"):
+                opened = self._open(microbatches)
+                on_failure.callback(opened.uninstall)
+            on_failure.pop_all()
         completed = False
-        opened.install()
         try:
             self._schedule = opened
             yield self
@@ -191,6 +162,35 @@ class ReplaySession:
             self._schedule = None
             opened.uninstall()
             self._report = opened.report(completed)
+
+    def _open(self, microbatches: Sequence[ReplayMicrobatch]) -> "_Schedule":
+        """Check everything and put the objects on the routers; on failure nothing stays."""
+        if self._schedule is not None:
+            raise ValueError(f"{_NAME}.schedule: a schedule of this session is still open")
+        if not isinstance(microbatches, Sequence):
+            raise TypeError(
+                f"{_NAME}.schedule: microbatches must be a list of ReplayMicrobatch, got"
+                f" {type(microbatches).__name__}"
+            )
+        chunks = self._survey.chunks()
+        given = list(microbatches)
+        _check_microbatches(chunks, given)
+        opened = _Schedule(chunks, given)
+        opened.install()
+        return opened
+
+    @contextmanager
+    @ranged
+    def agreed(self) -> Iterator[None]:
+        """Around host work that may fail on one rank, such as making the microbatches.
+
+        Every rank of the group enters it; where one fails inside, all raise. One host all-reduce.
+
+        Raises:
+            RuntimeError: another rank failed; names it and its error.
+        """
+        with self._agreement.together(f"{_NAME}.agreed"):
+            yield
 
     def begin(self, model: nn.Module) -> ReplayStep:
         """Begin this chunk's next microbatch; call it in ``forward_step`` before the forward.
@@ -217,77 +217,33 @@ class ReplaySession:
             raise ValueError(f"{_NAME}.report: no schedule has ended yet")
         return self._report
 
-    def _survey(self) -> list[_Chunk]:
-        """Find and check the routers as they are now: layers and settings may have changed."""
-        chunks = []
-        seen: dict[int, str] = {}
-        positions: dict[int, str] = {}
-        for index, model in enumerate(self._models):
-            *_, module = _routers.unwrap(model)
-            found = _routers.find_routers(module)
-            config = _routers.chunk_config(module, found)
-            for router in found:
-                name = _router_name(index, router)
-                if id(router.module) in seen:
-                    raise ValueError(f"{_NAME}: {name} is also {seen[id(router.module)]}")
-                seen[id(router.module)] = name
-                if not router.is_mtp:
-                    _routers.check_replayable(router, allow_live_aux_loss=self._allow_live_aux_loss)
-            decoder = [router for router in found if not router.is_mtp]
-            num_experts, topk = _router_sizes(index, decoder)
-            places = _routers.captured_positions(module, found, self._captured_layers)
-            for router, place in zip(decoder, places, strict=True):
-                name = _router_name(index, router)
-                if place in positions:
-                    raise ValueError(
-                        f"{_NAME}: {name} and {positions[place]} both replay captured layer {place}"
-                    )
-                positions[place] = name
-            chunks.append(
-                _Chunk(
-                    index=index,
-                    module=module,
-                    config=config,
-                    routers=decoder,
-                    positions=places,
-                    biased_mtp_routers=[
-                        router
-                        for router in found
-                        if router.is_mtp and router.module.enable_expert_bias
-                    ],
-                    axis_length=_routers.captured_axis_length(
-                        module, config, self._captured_layers
-                    ),
-                    num_experts=num_experts,
-                    topk=topk,
-                    scatters_mask=_routers.scatters_padding_mask(module),
-                )
-            )
-        if not any(chunk.config.num_moe_experts for chunk in chunks):
-            raise ValueError(f"{_NAME}: the model has no MoE layer, so nothing to replay")
-        return chunks
-
 
 # --- before the first forward ---------------------------------------------------------------------
 
 
-def _router_name(chunk: int, router: LocatedRouter) -> str:
-    return f"router {router.path} of chunk {chunk}"
-
-
-def _router_sizes(chunk: int, routers: Sequence[LocatedRouter]) -> tuple[int, int]:
-    """E and K, which all routers of a chunk share."""
-    sizes = [(router.module.num_experts, router.module.topk) for router in routers]
-    for router, size in zip(routers, sizes, strict=True):
-        if size != sizes[0]:
-            raise ValueError(
-                f"{_NAME}: {_router_name(chunk, router)} has (experts, topk) = {size},"
-                f" {routers[0].path} has {sizes[0]}"
+def _first_survey(model: object, captured_layers: object, allow_live_aux_loss: bool) -> Survey:
+    if not isinstance(model, nn.Module | Sequence):
+        raise TypeError(
+            f"{_NAME}: model must be a module or a list of them, got {type(model).__name__}"
+        )
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    for chunk in models:
+        if not isinstance(chunk, nn.Module):
+            raise TypeError(
+                f"{_NAME}: model must be a module or a list of them, got {type(chunk).__name__}"
             )
-    return sizes[0] if sizes else (0, 0)
+    if not models:
+        raise ValueError(f"{_NAME}: no model chunk was given")
+    if not isinstance(captured_layers, CapturedLayers):
+        raise TypeError(
+            f"{_NAME}: captured_layers must be CapturedLayers, got {type(captured_layers).__name__}"
+        )
+    survey = Survey(models, captured_layers, allow_live_aux_loss=allow_live_aux_loss)
+    survey.chunks()
+    return survey
 
 
-def _check_microbatches(chunks: list[_Chunk], microbatches: list[ReplayMicrobatch]) -> None:
+def _check_microbatches(chunks: list[Chunk], microbatches: list[ReplayMicrobatch]) -> None:
     name = f"{_NAME}.schedule"
     if not microbatches:
         raise ValueError(f"{name}: no microbatches were given")
@@ -332,7 +288,7 @@ def _check_device(name: str, i: int, microbatch: ReplayMicrobatch, router: Locat
         )
 
 
-def _check_axes(name: str, i: int, microbatch: ReplayMicrobatch, chunk: _Chunk) -> None:
+def _check_axes(name: str, i: int, microbatch: ReplayMicrobatch, chunk: Chunk) -> None:
     assert microbatch.routes is not None
     num_layers, topk = microbatch.routes.row_shape
     if num_layers != chunk.axis_length:
@@ -353,7 +309,7 @@ def _check_axes(name: str, i: int, microbatch: ReplayMicrobatch, chunk: _Chunk) 
 class _Schedule:
     """State of one schedule: the objects on the routers and each chunk's count."""
 
-    def __init__(self, chunks: list[_Chunk], microbatches: list[ReplayMicrobatch]) -> None:
+    def __init__(self, chunks: list[Chunk], microbatches: list[ReplayMicrobatch]) -> None:
         self._chunks = chunks
         self._microbatches = microbatches
         self._begun = [0] * len(chunks)
@@ -482,7 +438,7 @@ class _Schedule:
             completed=completed,
         )
 
-    def _chunk_of(self, model: nn.Module) -> _Chunk:
+    def _chunk_of(self, model: nn.Module) -> Chunk:
         levels = list(_routers.unwrap(model))
         for chunk in self._chunks:
             if any(level is chunk.module for level in levels):
@@ -496,9 +452,9 @@ class _Schedule:
         )
 
 
-def _make_targets(chunk: _Chunk, router: LocatedRouter) -> RouterTargets:
+def _make_targets(chunk: Chunk, router: LocatedRouter) -> RouterTargets:
     return RouterTargets(
-        _router_name(chunk.index, router),
+        router_name(chunk.index, router),
         num_experts=router.module.num_experts,
         topk=router.module.topk,
         is_mtp=router.is_mtp,

@@ -1,0 +1,263 @@
+"""One rank that refuses a schedule: every rank raises, and none is left in a collective.
+
+The tests run this file twice as a program (data parallel, gloo). Each process runs the cases one
+after another, an all-reduce after each as the step's first collective, and says how it ended.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from packhorse.replay.agreement import Agreement
+
+WORLD = 2
+TIMEOUT_S = 120
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    from packhorse.replay.cpu_megatron import install_cpu_shims
+
+    install_cpu_shims()
+    from megatron.core import parallel_state, tensor_parallel
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", world_size=WORLD, rank=rank
+    )
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    results = {name: end_of(case, rank) for name, case in CASES.items()}
+    (folder / f"rank{rank}.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def end_of(case, rank: int) -> str:
+    try:
+        said = case(rank)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    dist.all_reduce(torch.ones(1))  # the ranks are still in step
+    return said or "ok"
+
+
+def model_and_session(**options):
+    from tests.megatron.helpers import build_model, make_session
+
+    model = build_model()
+    return model, make_session(model, **options)
+
+
+def batch_of(rank: int, *, bad: bool):
+    """A microbatch; a bad one names an expert that is not there."""
+    from tests.megatron.helpers import make_batch
+
+    batch = make_batch(seed=rank)
+    if bad:
+        batch.microbatch.routes.values[2, 1, 0] = 77
+    return batch
+
+
+def good(rank):
+    from tests.megatron.helpers import run_schedule
+
+    model, session = model_and_session()
+    run_schedule(session, model, [batch_of(rank, bad=False)])
+    return f"completed={session.report().completed}"
+
+
+def one_bad_microbatch(rank, **options):
+    from tests.megatron.helpers import run_schedule
+
+    model, session = model_and_session(**options)
+    run_schedule(session, model, [batch_of(rank, bad=rank == 1)])
+
+
+def a_group_of_its_own(rank):
+    one_bad_microbatch(rank, agree=dist.new_group([0, 1], backend="gloo"))
+
+
+def both_bad(rank):
+    from tests.megatron.helpers import run_schedule
+
+    model, session = model_and_session()
+    run_schedule(session, model, [batch_of(rank, bad=True)])
+
+
+def nothing_stays_and_the_next_schedule_runs(rank):
+    from tests.megatron.helpers import assert_clean, replay_objects, run_schedule
+
+    model, session = model_and_session()
+    before = replay_objects(model)
+    with pytest.raises(RuntimeError if rank == 0 else ValueError):
+        run_schedule(session, model, [batch_of(rank, bad=rank == 1)])
+    assert_clean(model, before)
+    run_schedule(session, model, [batch_of(rank, bad=False)])
+    return f"completed={session.report().completed}"
+
+
+def no_agreement(rank):
+    """The bad rank raises alone; nobody waits for it here, since no collective is in the step."""
+    one_bad_microbatch(rank, agree=False)
+
+
+def one_bad_model(rank):
+    from tests.megatron.helpers import build_model, make_session
+
+    model = build_model()
+    model.config.moe_router_fusion = rank == 1
+    make_session(model)
+
+
+def one_bad_making(rank):
+    _, session = model_and_session()
+    with session.agreed():
+        if rank == 0:
+            raise KeyError("no reward")
+
+
+def cost(rank):
+    agreement = Agreement()
+    times = []
+    for _ in range(200):
+        begin = time.perf_counter()
+        with agreement.together("cost"):
+            pass
+        times.append(time.perf_counter() - begin)
+    return f"{sorted(times)[100] * 1e6:.0f} us"
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        good,
+        one_bad_microbatch,
+        a_group_of_its_own,
+        both_bad,
+        nothing_stays_and_the_next_schedule_runs,
+        no_agreement,
+        one_bad_model,
+        one_bad_making,
+        cost,
+    )
+}
+BAD = (
+    "ValueError: ReplaySession: routes of microbatch 0, trajectory 0, row 2, captured layer 1:"
+    " expert 77 is not below num_experts=8"
+)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("agreement")
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(root)])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), str(folder)],
+            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(WORLD)
+    ]
+    deadline = time.monotonic() + TIMEOUT_S
+    try:
+        errors = [
+            process.communicate(timeout=max(1.0, deadline - time.monotonic()))[1]
+            for process in processes
+        ]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(process.returncode == 0 for process in processes), "\n".join(errors)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("case", ["good", "nothing_stays_and_the_next_schedule_runs"])
+def test_ranks_that_agree_run_the_schedule(case, results):
+    assert [rank[case] for rank in results] == ["completed=True"] * WORLD
+
+
+@pytest.mark.parametrize("case", ["one_bad_microbatch", "a_group_of_its_own"])
+def test_a_bad_microbatch_on_one_rank_raises_on_both(case, results):
+    assert results[1][case] == BAD
+    assert results[0][case] == f"RuntimeError: ReplaySession.schedule: rank 1 failed: {BAD}"
+
+
+def test_ranks_that_both_fail_raise_their_own_errors(results):
+    assert [rank["both_bad"] for rank in results] == [BAD, BAD]
+
+
+def test_without_agreement_the_others_go_on(results):
+    assert [rank["no_agreement"] for rank in results] == ["ok", BAD]
+
+
+def test_a_model_that_one_rank_refuses_raises_on_both(results):
+    assert results[1]["one_bad_model"].startswith("ValueError: ReplaySession: router decoder")
+    assert results[0]["one_bad_model"] == (
+        f"RuntimeError: ReplaySession: rank 1 failed: {results[1]['one_bad_model']}"
+    )
+
+
+def test_work_of_the_users_own_is_agreed_on(results):
+    assert results[0]["one_bad_making"] == "KeyError: 'no reward'"
+    assert results[1]["one_bad_making"] == (
+        "RuntimeError: ReplaySession.agreed: rank 0 failed: KeyError: 'no reward'"
+    )
+
+
+def test_agreeing_takes_less_than_a_millisecond_or_so(results):
+    """A loaded machine is forgiven; the figure of a quiet one is in the module's docstring."""
+    for rank in results:
+        assert float(rank["cost"].split()[0]) < 20_000
+
+
+# --- one process ----------------------------------------------------------------------------------
+
+
+def test_one_rank_has_nobody_to_agree_with():
+    assert Agreement(True).group is None
+    assert Agreement(False).group is None
+    assert Agreement(dist.group.WORLD).group is None
+
+
+@pytest.mark.parametrize("agree", [None, "gloo", 1])
+def test_what_is_no_group_is_refused(agree):
+    with pytest.raises(
+        TypeError, match="ReplaySession: agree must be True, False or a process group, got"
+    ):
+        Agreement(agree)
+
+
+def test_a_rank_outside_the_group_is_refused():
+    with pytest.raises(ValueError, match="this rank is not in the group given as agree"):
+        Agreement(dist.GroupMember.NON_GROUP_MEMBER)
+
+
+def test_a_group_without_a_host_backend_is_refused(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    with pytest.raises(ValueError, match="must be a group that takes host tensors, such as gloo"):
+        Agreement(dist.group.WORLD)
+
+
+def test_a_world_without_a_host_backend_is_given_one_once(monkeypatch):
+    made = []
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(dist, "new_group", lambda **options: made.append(options) or "host group")
+    monkeypatch.setattr("packhorse.replay.agreement._of_world", None)
+    assert [Agreement().group, Agreement().group] == ["host group"] * 2
+    assert made == [{"backend": "gloo"}]
+
+
+if __name__ == "__main__":
+    run_rank(int(sys.argv[1]), Path(sys.argv[2]))
