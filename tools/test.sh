@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The tests, in the environment of tools/setup.sh: the main suite, then the Megatron tests with the
-# megatron-core of the environment, then the same with the older one beside it. Each runs even if
-# one before it failed; the exit code says whether all passed.
+# megatron-core of the environment, several ranks over gloo included, then the same on one rank with
+# the older one beside it. Each runs even if one before it failed; the exit code says whether all
+# passed.
 #
 # usage: tools/test.sh PYTHON [pytest options for every run]
 set -uo pipefail
@@ -20,7 +21,8 @@ run() { # NAME COMMAND...
     echo "== $name: exit code $code, $((SECONDS - begin)) s"
 }
 
-run "main suite" "$python" -m pytest -q -n 2 -m "not compile" --ignore=tests/megatron tests "$@"
+run "main suite" "$python" -m pytest -q -n 2 -m "not compile" --ignore=tests/megatron \
+    --ignore=tests/distributed tests "$@"
 
 # the tests check that the version named here is the one that is imported
 megatron() { # VERSION [NAME=VALUE...] COMMAND...
@@ -31,6 +33,8 @@ megatron() { # VERSION [NAME=VALUE...] COMMAND...
 
 if version=$("$python" -c 'import importlib.metadata as m; print(m.version("megatron-core"))'); then
     megatron "$version" "$python" -m pytest -q -n 2 --dist loadfile tests/megatron "$@"
+    # each case is two or four processes of its own, and all share them
+    run "distributed, megatron-core $version" "$python" -m pytest -q -n 1 tests/distributed "$@"
 else
     echo "== no megatron-core in the environment: its tests cannot run"
     status=1

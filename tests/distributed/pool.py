@@ -1,0 +1,128 @@
+"""Ranks that live from case to case, so that Megatron is imported once a process.
+
+A case that fails or hangs ends its ranks; the next one starts new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+START_S = 120.0  # importing Megatron on a busy machine; not part of a case's time
+GRACE_S = 2.0  # for the other ranks, once one has failed
+
+
+class RankPool:
+    """Args:
+    folder: for rendezvous files, results and what the ranks print.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ranks: list[subprocess.Popen] = []
+        self._run = 0
+
+    def run(
+        self, case: str, world: int, timeout_s: float, fault: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Results of every rank.
+
+        Args:
+            fault: what the last rank does wrong on purpose, see ``worker.py``.
+
+        Raises:
+            AssertionError: a rank raised, died or did not answer in time; names case and rank.
+        """
+        if len(self._ranks) != world or any(rank.poll() is not None for rank in self._ranks):
+            self.end()
+            self._start(world)
+        self._run += 1
+        line = json.dumps({"case": case, "run": self._run, "fault": fault}) + "\n"
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            rank.stdin.write(line)
+            rank.stdin.flush()
+        answers = self._collect(time.monotonic() + timeout_s)
+        wrong = [
+            f"{case}: rank {rank} {self._state(rank, answer)}"
+            for rank, answer in enumerate(answers)
+            if answer is None or "error" in answer
+        ]
+        if wrong:
+            self.end()
+            raise AssertionError("\n".join(wrong))
+        return [answer["result"] for answer in answers if answer is not None]
+
+    def end(self) -> None:
+        """End the ranks, also those that hang."""
+        for rank in self._ranks:
+            rank.kill()
+        for rank in self._ranks:
+            rank.wait()
+            if rank.stdin is not None:
+                with contextlib.suppress(OSError):
+                    rank.stdin.close()
+        self._ranks = []
+
+    def _start(self, world: int) -> None:
+        root = Path(__file__).parents[2]
+        path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+        for rank in range(world):
+            with open(self._folder / f"rank{rank}.log", "w") as log:
+                self._ranks.append(
+                    subprocess.Popen(
+                        [
+                            *(sys.executable, "-m", "tests.distributed.worker"),
+                            *(str(rank), str(world), str(self._folder)),
+                        ],
+                        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+                        cwd=root,
+                        stdin=subprocess.PIPE,
+                        stdout=log,
+                        stderr=log,
+                        text=True,
+                    )
+                )
+
+        deadline = time.monotonic() + START_S
+        for rank, process in enumerate(self._ranks):
+            ready = self._folder / f"ready-{process.pid}"
+            while not ready.exists():
+                if process.poll() is not None or time.monotonic() > deadline:
+                    self.end()
+                    log = (self._folder / f"rank{rank}.log").read_text()[-2000:]
+                    raise AssertionError(f"rank {rank} of {world} did not start:\n{log}")
+                time.sleep(0.02)
+
+    def _collect(self, deadline: float) -> list[dict[str, Any] | None]:
+        answers: list[dict[str, Any] | None] = [None] * len(self._ranks)
+        failed = False
+        while None in answers and time.monotonic() < deadline:
+            time.sleep(0.02)
+            for rank, process in enumerate(self._ranks):
+                if answers[rank] is not None:
+                    continue
+                over = process.poll() is not None
+                file = self._folder / f"{self._run}-{rank}.pkl"
+                if file.exists():
+                    answers[rank] = pickle.loads(file.read_bytes())
+                elif over:
+                    answers[rank] = {"error": f"ended with code {process.returncode}"}
+                answer = answers[rank]
+                if answer is not None and "error" in answer and not failed:
+                    failed = True
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return answers
+
+    def _state(self, rank: int, answer: dict[str, Any] | None) -> str:
+        if answer is None:
+            return "did not answer; it hangs, or waits for another rank"
+        log = (self._folder / f"rank{rank}.log").read_text()[-2000:]
+        return f"failed:\n{answer['error']}\n{log}"

@@ -1,0 +1,397 @@
+"""One rank of the distributed cases.
+
+    python tests/distributed/worker.py RANK WORLD FOLDER
+
+Reads a line of JSON a case from its standard input, {"case": name, "run": number, "fault": null},
+joins the other ranks through a file, and leaves FOLDER/RUN-RANK.pkl: what its routers did and how
+far losses and gradients are from one rank's, or the traceback. Ends when its input does.
+
+A fault is for the tests of the tests, and the last rank's only: "raise" and "hang" in the first
+training schedule, "row" gives one slot of one layer another microbatch's route, "mask" counts pads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from packhorse.packed.tensor import PackedTensor
+from packhorse.replay.cpu_megatron import install_cpu_shims
+from packhorse.replay.layout import TokenLayout
+from packhorse.replay.session import CapturedLayers, ReplayMicrobatch, ReplaySession
+from tests.distributed.cases import (
+    BSHD_TOKENS,
+    CASES,
+    EXPERTS,
+    THD_TOKENS,
+    Case,
+    Trajectory,
+    layout_arguments,
+    trajectories,
+)
+from tests.distributed.reference import (
+    LEARNING_RATE,
+    Reference,
+    ReferenceStep,
+    build_chunks,
+    routers_of,
+    slice_like,
+    start_ranks,
+    whole_name,
+)
+from tests.oracle import OracleLayout
+
+
+def run_case(case: Case, fault: str | None) -> dict[str, Any]:
+    """Everything that the parent compares; plain Python and NumPy."""
+    from megatron.core import parallel_state
+
+    start_ranks()
+    reference = Reference(case)
+    steps = [reference.run(kind) for kind in case.schedules]
+    parallel_state.destroy_model_parallel()
+    start_ranks(
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
+        context_parallel_size=case.cp,
+        expert_model_parallel_size=case.ep,
+        **({"expert_tensor_parallel_size": case.etp} if case.etp else {}),
+    )
+    try:
+        return ParallelRun(case, reference, fault).run(steps)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+class ParallelRun:
+    """This rank's part of a case, through Megatron's own schedule."""
+
+    def __init__(self, case: Case, reference: Reference, fault: str | None) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+
+        self.case, self.fault = case, fault
+        self.ranks = {
+            "tp": parallel_state.get_tensor_model_parallel_rank(),
+            "pp": parallel_state.get_pipeline_model_parallel_rank(),
+            "cp": parallel_state.get_context_parallel_rank(),
+            "dp": parallel_state.get_data_parallel_rank(),
+            "ep": parallel_state.get_expert_model_parallel_rank(),
+        }
+        self.bare = build_chunks(case, parallel=True)
+        self.load(reference.weights)
+        config = self.bare[0].config
+        config.finalize_model_grads_func = finalize_model_grads
+        settings = {
+            "grad_reduce_in_fp32": True,
+            "use_distributed_optimizer": case.optimizer == "distributed",
+            **case.ddp,
+        }
+        self.models = [
+            DistributedDataParallel(
+                config=config, ddp_config=DistributedDataParallelConfig(**settings), module=chunk
+            )
+            for chunk in self.bare
+        ]
+        self.optimizer = None if case.optimizer == "none" else self.make_optimizer()
+        self.given = [trajectories(case, self.ranks["dp"], m) for m in range(case.microbatches)]
+        arguments = [
+            layout_arguments(case, given, self.ranks["tp"], self.ranks["cp"])
+            for given in self.given
+        ]
+        self.inputs = [
+            make_inputs(given, OracleLayout(**each))
+            for given, each in zip(self.given, arguments, strict=True)
+        ]
+        self.microbatches = [
+            make_microbatch(given, TokenLayout.build(**each), case.dummy)
+            for given, each in zip(self.given, arguments, strict=True)
+        ]
+        self.session = ReplaySession(
+            self.models if len(self.models) > 1 else self.models[0],
+            captured_layers=CapturedLayers.decoder(case.num_layers),
+        )
+
+    def parameters(self) -> Iterator[tuple[str, Any, Any]]:
+        """Name in the whole model, the parameter, and how the whole one is sliced for it."""
+        for chunk in self.bare:
+            for name, parameter in chunk.named_parameters():
+                whole = whole_name(chunk, name, self.case, self.ranks["ep"])
+
+                def cut(tensor: Any, parameter: Any = parameter, whole: str = whole) -> Any:
+                    return slice_like(tensor, parameter, whole, self.case, self.ranks["tp"])
+
+                yield whole, parameter, cut
+
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter, cut in self.parameters():
+                parameter.copy_(cut(weights[name]))
+
+    def make_optimizer(self) -> Any:
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=LEARNING_RATE,
+            weight_decay=0.0,
+            adam_beta1=0.9,
+            adam_beta2=0.999,
+            adam_eps=1e-8,
+            params_dtype=torch.float32,
+            use_distributed_optimizer=True,
+            clip_grad=0.0,
+        )
+        return get_megatron_optimizer(config, self.models)
+
+    def run(self, steps: list[ReferenceStep]) -> dict[str, Any]:
+        schedules = []
+        for kind, step in zip(self.case.schedules, steps, strict=True):
+            schedules.append(self.schedule(kind, step))
+        return {"ranks": self.ranks, "schedules": schedules}
+
+    def schedule(self, kind: str, step: ReferenceStep) -> dict[str, Any]:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        case, training = self.case, kind == "training"
+        losses: list[float] = []
+        for model in self.models:
+            model.zero_grad_buffer()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+
+        def forward_step(data: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
+            replayed = self.session.begin(model)
+            if self.fault is not None and training:
+                self.do_wrong(replayed.index)
+            inputs = dict(next(data))
+            trained = inputs.pop("trained")
+            output = model(**inputs, padding_mask=replayed.padding_mask)
+
+            def loss(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+                total = (values * trained).sum()
+                losses.append(float(total.detach()))
+                return total, trained.sum().int(), {}
+
+            return output, loss
+
+        iterators = [iter(list(self.inputs)) for _ in self.models]
+        many = len(self.models) > 1
+        with (
+            RouteLog(self.bare) as log,
+            self.session.schedule(self.microbatches),
+            contextlib.nullcontext() if training else torch.no_grad(),
+        ):
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iterators if many else iterators[0],
+                model=self.models if many else self.models[0],
+                num_microbatches=case.microbatches,
+                seq_length=BSHD_TOKENS if case.format == "bshd" else THD_TOKENS,
+                micro_batch_size=2 if case.format == "bshd" else 1,
+                forward_only=not training,
+            )
+        gradients = self.compare_gradients(step) if training else {}
+        if training and self.optimizer is not None:
+            assert self.optimizer.step()[0]
+        bias = {
+            layer: float((router.expert_bias - step.expert_bias[layer]).abs().max())
+            for chunk in self.bare
+            for layer, router in routers_of(chunk).items()
+        }
+        report = self.session.report()
+        return {
+            "kind": kind,
+            "calls": log.calls,
+            "routers": [sorted(routers_of(chunk)) for chunk in self.bare],
+            "losses": losses,
+            "expected_losses": step.losses,
+            "changed": step.changed,
+            "gradients": gradients,
+            "bias_error": bias,
+            "completed": report.completed,
+            "objects_left": [
+                layer
+                for chunk in self.bare
+                for layer, router in routers_of(chunk).items()
+                if router.router_replay is not None
+            ],
+        }
+
+    def do_wrong(self, microbatch: int) -> None:
+        if self.fault == "raise":
+            raise RuntimeError("a fault on purpose")
+        if self.fault == "hang":
+            time.sleep(3600)
+        if microbatch != 1:
+            return
+        routers = routers_of(self.bare[-1])
+        opened = routers[max(routers)].router_replay._open
+        if self.fault == "row":
+            opened.targets[2] = (opened.targets[2] + 1) % EXPERTS
+        elif self.fault == "mask":
+            for mask in opened.padding_masks:
+                mask[:] = False
+        else:
+            raise ValueError(f"no fault {self.fault!r}")
+
+    def compare_gradients(self, step: ReferenceStep) -> dict[str, tuple[float, float]]:
+        """(largest error, largest expected) of each parameter that DDP holds whole on this rank."""
+        compared = {}
+        for name, parameter, cut in self.parameters():
+            wanted, actual = cut(step.gradients[name]), parameter.main_grad
+            if self.case.optimizer != "none":
+                continue  # reduced into shards: the next steps' losses tell
+            error = (actual - wanted).abs().max()
+            compared[name] = float(error), float(wanted.abs().max())
+        return compared
+
+
+def make_inputs(given: list[Trajectory], layout: OracleLayout) -> dict[str, Any]:
+    """Model inputs of this rank, slot by slot."""
+    slots = layout.slots()
+    ids, labels, trained = (np.zeros(len(slots), np.int64) for _ in range(3))
+    for slot, (sequence, position) in enumerate(slots):
+        if layout.is_real(sequence, position):
+            ids[slot] = given[sequence].tokens[position]
+        if layout.is_real(sequence, position + 1):
+            labels[slot] = given[sequence].tokens[position + 1]
+            trained[slot] = given[sequence].trained[position + 1]
+
+    def to_model(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(layout.to_model(values))
+
+    padded = layout.padded()
+    width = padded[0]
+    inputs: dict[str, Any] = {
+        "input_ids": to_model(ids),
+        "position_ids": to_model(np.array(layout.position_ids())),
+        "labels": to_model(labels),
+        "trained": to_model(trained.astype(np.float32)),
+        "attention_mask": None,
+    }
+    if layout.format == "thd":
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        bounds = torch.tensor(np.cumsum([0, *padded]), dtype=torch.int32)
+        inputs["packed_seq_params"] = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            cu_seqlens_q_padded=bounds,
+            cu_seqlens_kv_padded=bounds,
+            max_seqlen_q=max(padded),
+            max_seqlen_kv=max(padded),
+        )
+    elif layout.cp_size == 1:
+        inputs["attention_mask"] = torch.ones(width, width, dtype=torch.bool).triu(1)[None, None]
+    return inputs
+
+
+def make_microbatch(given: list[Trajectory], layout: TokenLayout, dummy: Any) -> ReplayMicrobatch:
+    return ReplayMicrobatch(
+        layout,
+        PackedTensor.from_segments([torch.from_numpy(t.routes).to(torch.uint8) for t in given]),
+        loss_masks=[trajectory.trained for trajectory in given],
+        appended=[trajectory.appended for trajectory in given],
+        missing=[trajectory.missing for trajectory in given],
+        dummy=dummy,
+    )
+
+
+class RouteLog:
+    """The routing map that each router of Megatron returned, in order of the calls.
+
+    Attributes:
+        calls: (chunk, global layer, recompute, experts of each row).
+    """
+
+    def __init__(self, chunks: list[Any]) -> None:
+        self.calls: list[tuple[int, int, bool, list[list[int]]]] = []
+        self._where = {
+            id(router): (index, layer)
+            for index, chunk in enumerate(chunks)
+            for layer, router in routers_of(chunk).items()
+        }
+
+    def __enter__(self) -> RouteLog:
+        from megatron.core.transformer.moe.router import TopKRouter
+
+        self._original = TopKRouter.routing
+        log = self
+
+        def routing(router: Any, logits: Any, *args: Any, **options: Any) -> Any:
+            probs, routing_map = log._original(router, logits, *args, **options)
+            rows = [row.nonzero().flatten().tolist() for row in routing_map]
+            recompute = torch._C._current_graph_task_id() != -1
+            log.calls.append((*log._where[id(router)], recompute, rows))
+            return probs, routing_map
+
+        TopKRouter.routing = routing
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        from megatron.core.transformer.moe.router import TopKRouter
+
+        TopKRouter.routing = self._original
+
+
+# --- the process ----------------------------------------------------------------------------------
+
+
+def name_types_as_on_a_gpu() -> None:
+    """Megatron's optimizers compare ``Tensor.type()`` with names of CUDA tensors."""
+    type_of = torch.Tensor.type
+
+    def named(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        out = type_of(tensor, *args, **options)
+        if isinstance(out, str) and not out.startswith("torch.cuda."):
+            return out.replace("torch.", "torch.cuda.", 1)
+        return out
+
+    torch.Tensor.type = named  # type: ignore[method-assign]
+
+
+def serve(rank: int, world: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    install_cpu_shims()
+    name_types_as_on_a_gpu()
+    (folder / f"ready-{os.getpid()}").touch()
+    for line in sys.stdin:
+        asked = json.loads(line)
+        run = asked["run"]
+        fault = asked["fault"] if rank == world - 1 else None
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store-{run}", rank=rank, world_size=world
+        )
+        try:
+            result = {"result": run_case(CASES[asked["case"]], fault)}
+        except BaseException:
+            result = {"error": traceback.format_exc()}
+        partial = folder / f"{run}-{rank}.partial"
+        partial.write_bytes(pickle.dumps(result))
+        partial.rename(folder / f"{run}-{rank}.pkl")
+        if "error" in result:
+            return  # its peers may wait for it: the parent ends them
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
