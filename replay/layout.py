@@ -29,6 +29,7 @@ from packhorse.kernels.routes import Dummy, gather_routes_of_rows
 from packhorse.packed.host import INT32_MAX
 from packhorse.packed.tensor import PackedTensor
 from packhorse.replay import align as _align
+from packhorse.replay.columns import columns_from_mask as columns_from_mask
 from packhorse.replay.host import HostInts, host_array, is_int, offsets_of
 from packhorse.replay.layout_checks import (
     Fp8,
@@ -208,6 +209,16 @@ class TokenLayout:
             _padded=padded,
             _columns=columns,
         )
+
+    @classmethod
+    def from_megatron(cls, lengths: HostInts, config: Any, **options: Any) -> "TokenLayout":
+        """``build`` with sizes, ranks, groups and fp8 recipe taken from Megatron.
+
+        ``options`` and errors as ``layout_megatron.layout_from_megatron``.
+        """
+        from packhorse.replay.layout_megatron import layout_from_megatron
+
+        return layout_from_megatron(lengths, config, **options)
 
     # --- host integers ----------------------------------------------------------------------------
 
@@ -565,35 +576,3 @@ class TokenLayout:
             self.format == "bshd",
             int(next_token),
         )
-
-
-@ranged
-def columns_from_mask(attention_mask: Tensor | np.ndarray) -> tuple[list[int], list[int]]:
-    """Lengths and first columns of the trajectories of a padded batch.
-
-    Args:
-        attention_mask: [B, S], nonzero for real tokens, on the host. Left, right and two-sided
-            padding are all legal.
-
-    Returns:
-        lengths [B] and first_columns [B], for ``TokenLayout.build``. A row without a token has
-        length 0 and first column 0.
-
-    Raises:
-        TypeError: the mask is on a device.
-        ValueError: it is not [B, S], or a row has a hole; names the trajectory.
-    """
-    name = "columns_from_mask"
-    if isinstance(attention_mask, Tensor):
-        if attention_mask.device.type != "cpu":
-            raise TypeError(f"{name}: attention_mask must be on the host, not on a device")
-        attention_mask = attention_mask.detach().numpy()
-    mask = np.asarray(attention_mask) != 0
-    if mask.ndim != 2:
-        raise ValueError(f"{name}: attention_mask must be [B, S], got {mask.shape}")
-    lengths = mask.sum(1)
-    first = mask.argmax(1) if mask.shape[1] else np.zeros(mask.shape[0], np.int64)
-    for i, (row, length, column) in enumerate(zip(mask, lengths, first, strict=True)):
-        if not row[column : column + length].all():
-            raise ValueError(f"{name}: attention_mask of trajectory {i} has a hole")
-    return lengths.tolist(), first.tolist()

@@ -31,7 +31,8 @@ ALLOWED = {
 OPTIONAL = {
     "megatron": {
         "replay/compare.py", "replay/cpu_megatron.py", "replay/demo.py", "replay/expert_bias.py",
-        "replay/megatron.py", "replay/router_replay.py", "replay/routers.py",
+        "replay/layout_megatron.py", "replay/megatron.py", "replay/router_replay.py",
+        "replay/routers.py",
     },
     "vllm": {"replay/vllm.py"},
     "ray": {"packed/transport.py"},
