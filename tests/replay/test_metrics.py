@@ -202,14 +202,16 @@ def test_merged_microbatches_say_what_the_joined_batch_says(sizes, masked, seed,
     check_logprob_figures(tally_metrics(merged), *joined)
 
 
-def test_a_million_tiny_differences_keep_their_mean():
-    """float32 sums would lose them: the exact mean is known."""
-    rollout = torch.full((1_000_000,), -8.0)
-    logprobs = rollout + 2.0**-20
-    tally = tally_logprobs(logprobs, rollout, torch.ones(1_000_000, dtype=torch.bool))
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(torch.float32, 2.0**-20), (torch.float64, 2.0**-26)], ids=str
+)
+def test_a_million_tiny_differences_keep_their_means(dtype, size):
+    """All d are exactly ``size``; float32 sums, or exp(d) - 1, would lose the means."""
+    rollout = torch.full((1_000_000,), -8.0, dtype=dtype)
+    tally = tally_logprobs(rollout + size, rollout, torch.ones(1_000_000, dtype=torch.bool))
     figures = tally_metrics(tally)
-    assert float(figures["logprobs/abs_diff_mean"]) == 2.0**-20
-    assert float(figures["logprobs/k3"]) == pytest.approx(2.0**-41, rel=1e-3)
+    assert float(figures["logprobs/abs_diff_mean"]) == size
+    assert float(figures["logprobs/k3"]) == pytest.approx(size**2 / 2, rel=1e-6)
 
 
 def test_gradients_are_not_followed():
