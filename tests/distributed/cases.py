@@ -215,6 +215,23 @@ def table() -> dict[str, Case]:
         Case("dp2-distributed-optimizer-full", recompute="full", optimizer="distributed"),
         Case("ep2-distributed-optimizer-moe", ep=2, recompute="moe", optimizer="distributed"),
         Case(
+            "dp2-overlapped-distributed-optimizer-full",
+            recompute="full",
+            microbatches=3,
+            optimizer="distributed",
+            ddp={"overlap_grad_reduce": True},
+        ),
+        Case(
+            "pp2-vpp2-dp2-distributed-optimizer-full",
+            world=4,
+            pp=2,
+            vpp=2,
+            num_layers=4,
+            microbatches=4,
+            recompute="full",
+            optimizer="distributed",
+        ),
+        Case(
             "tp2-pp2-vpp2-full",
             world=4,
             tp=2,

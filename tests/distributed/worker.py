@@ -110,6 +110,9 @@ class ParallelRun:
             )
             for chunk in self.bare
         ]
+        if case.ddp.get("overlap_grad_reduce"):  # reduce after the last microbatch only
+            no_sync = [model.no_sync for model in self.models]
+            config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.optimizer = None if case.optimizer == "none" else self.make_optimizer()
         self.given = [trajectories(case, self.ranks["dp"], m) for m in range(case.microbatches)]
         arguments = [
