@@ -5,7 +5,8 @@ one int32 on the host over a group; where a rank failed every rank raises: the o
 own error, the others one that says who failed and with what.
 
 The cost is one host all-reduce of 4 bytes, which waits for the slowest rank as the step's first
-collective would anyway: 0.1 ms between two processes of one machine (gloo). No GPU is touched.
+collective would anyway. Between two gloo processes on two CPU cores that were busy with other work
+too: 0.2 ms at best, median 0.4 ms, p95 4 ms (500 calls, three runs). No GPU is touched.
 """
 
 from collections.abc import Iterator

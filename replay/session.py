@@ -108,7 +108,7 @@ class ReplaySession:
             collective. True: all ranks of torch.distributed, each of which then makes its sessions
             and opens its schedules in the same order; a process group with a host backend (gloo):
             its ranks, where not all run this model; False: nobody. One host all-reduce of 4 bytes
-            a schedule, 0.1 ms between two processes of one machine; no GPU waits.
+            a schedule (its cost: ``replay/agreement.py``); no GPU waits.
 
     Raises:
         TypeError: ``model`` is not made of modules.

@@ -215,8 +215,8 @@ def test_work_of_the_users_own_is_agreed_on(results):
     )
 
 
-def test_agreeing_takes_less_than_a_millisecond_or_so(results):
-    """A loaded machine is forgiven; the figure of a quiet one is in the module's docstring."""
+def test_agreeing_takes_no_20_milliseconds(results):
+    """Wide, for a loaded machine; measured figures are in the module's docstring."""
     for rank in results:
         assert float(rank["cost"].split()[0]) < 20_000
 
