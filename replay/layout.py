@@ -37,6 +37,7 @@ from packhorse.replay.layout_checks import (
     check_padded,
     check_slice,
     place_columns,
+    support_starts,
 )
 from packhorse.replay.staging import staged, to_device
 
@@ -319,14 +320,7 @@ class TokenLayout:
         """
         name = "TokenLayout.support_row_ids"
         responses = self._per_trajectory(name, "response_lengths", response_lengths)
-        whole = (responses > 0) & (responses >= self._lengths)
-        if whole.any():
-            i = int(whole.argmax())
-            raise ValueError(
-                f"{name}: response_lengths of trajectory {i} is {responses[i]} of"
-                f" {self._lengths[i]} tokens: a response needs a prompt token before it"
-            )
-        starts = np.maximum(self._lengths - responses - 1, 0)
+        starts = support_starts(name, self._lengths, responses)
         return self._row_ids(name, responses, starts, False, False)
 
     def route_row_ids(self, captured_lengths: HostInts) -> Tensor:
@@ -383,18 +377,6 @@ class TokenLayout:
             name, routes.values, row_ids, layers, num_experts, dtype, dummy, ep_size, spread_offset
         )
         return RankRoutes(topk_ids, padding_mask, row_ids)
-
-    def route_tables(
-        self, captured_lengths: HostInts, *, name: str = "TokenLayout.route_tables"
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """``offsets`` and ``segments`` [3, B] of ``make_row_ids`` for captured routes, int32 on the
-        host. Errors as ``route_row_ids``, under ``name``."""
-        captured = self._per_trajectory(name, "captured_lengths", captured_lengths)
-        self._check_captured(name, captured)
-        width = self._padded.size
-        segments = np.empty(3 * width, np.int32)
-        self._write_segments(name, segments, captured, None)
-        return self._host_offsets, segments.reshape(3, width)
 
     def position_ids(self) -> Tensor:
         """[T] int64 position of each slot in its padded sequence, pads counted on."""
