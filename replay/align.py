@@ -26,17 +26,8 @@ def align_dense(layout: "TokenLayout", dense: Tensor, fill: float, next_token: b
     if dense.dim() < 2 or tuple(dense.shape[:2]) != (batch, width):
         raise ValueError(f"{name}: dense must be [{batch}, {width}, ...], got {list(dense.shape)}")
     _check_device(name, "dense", dense, layout)
-    return align_tokens(
-        dense,
-        *layout._dense_tables,
-        layout.num_tokens,
-        fill=_whole(name, fill, dense.dtype),
-        shift=int(next_token),
-        cp_size=layout.cp_size,
-        cp_rank=layout.cp_rank,
-        zigzag=layout.cp_order == "zigzag",
-        position_major=layout.format == "bshd",
-    )
+    whole = _whole(name, fill, dense.dtype)
+    return align_by_tables(layout, layout._dense_tables, dense, whole, next_token)
 
 
 def restore_dense(layout: "TokenLayout", values: Tensor, fill: float) -> Tensor:
@@ -45,7 +36,7 @@ def restore_dense(layout: "TokenLayout", values: Tensor, fill: float) -> Tensor:
     _check_values(name, values, layout)
     whole = _whole(name, fill, values.dtype)
     if layout.cp_size == 1:
-        return _restore(layout, values, whole)
+        return restore_by_tables(layout, layout._dense_tables, values, whole)
     if layout.cp_group is None:
         raise ValueError(
             f"{name}: cp_size={layout.cp_size} needs cp_group in TokenLayout.build, or"
@@ -56,7 +47,8 @@ def restore_dense(layout: "TokenLayout", values: Tensor, fill: float) -> Tensor:
             f"{name}: cp_group is rank {layout.cp_group.rank()} of {layout.cp_group.size()}, the"
             f" layout rank {layout.cp_rank} of {layout.cp_size}"
         )
-    return _restore(layout, _GatherRanks.apply(values, layout.cp_group), whole)
+    gathered = _GatherRanks.apply(values, layout.cp_group)
+    return restore_by_tables(layout, layout._dense_tables, gathered, whole)
 
 
 def restore_gathered(layout: "TokenLayout", values: Sequence[Tensor], fill: float) -> Tensor:
@@ -76,14 +68,38 @@ def restore_gathered(layout: "TokenLayout", values: Sequence[Tensor], fill: floa
                 f" {list(values[0].shape)}"
             )
     whole = _whole(name, fill, values[0].dtype)
-    return _restore(layout, values[0] if len(values) == 1 else torch.cat(list(values)), whole)
+    everyone = values[0] if len(values) == 1 else torch.cat(list(values))
+    return restore_by_tables(layout, layout._dense_tables, everyone, whole)
 
 
-def _restore(layout: "TokenLayout", values: Tensor, fill: int) -> Tensor:
-    """[R * T, ...] -> [B, S - 1, ...]."""
+def align_by_tables(
+    layout: "TokenLayout",
+    tables: tuple[Tensor, Tensor],
+    dense: Tensor,
+    fill: int,
+    next_token: bool,
+) -> Tensor:
+    """``align_tokens`` in the layout's order, by its ``offsets`` and ``columns`` or others."""
+    return align_tokens(
+        dense,
+        *tables,
+        layout.num_tokens,
+        fill=fill,
+        shift=int(next_token),
+        cp_size=layout.cp_size,
+        cp_rank=layout.cp_rank,
+        zigzag=layout.cp_order == "zigzag",
+        position_major=layout.format == "bshd",
+    )
+
+
+def restore_by_tables(
+    layout: "TokenLayout", tables: tuple[Tensor, Tensor], values: Tensor, fill: int
+) -> Tensor:
+    """[R * T, ...] -> [B, S - 1, ...]: ``restore_tokens``, likewise."""
     return restore_tokens(
         values,
-        *layout._dense_tables,
+        *tables,
         max(layout.batch_width - 1, 0),
         fill=fill,
         cp_size=layout.cp_size,

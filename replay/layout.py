@@ -288,7 +288,7 @@ class TokenLayout:
         Raises:
             TypeError: a field is not of host integers.
             ValueError: counts differ, or rows lie outside a trajectory; names it.
-            RuntimeError: the stream is captured into a CUDA graph; see ``StaticRowIds``.
+            RuntimeError: the stream is captured into a CUDA graph; see ``StaticLayout``.
         """
         name = "TokenLayout.row_ids"
         counts = self._per_trajectory(name, "segment_lengths", segment_lengths)

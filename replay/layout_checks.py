@@ -1,4 +1,4 @@
-"""What ``TokenLayout.build`` checks before it lays anything out, on the host."""
+"""What a ``TokenLayout`` checks and derives on the host before it lays anything out."""
 
 from typing import Literal, TypeAlias
 

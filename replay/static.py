@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from packhorse._nvtx import ranged_methods
-from packhorse.kernels.dense import align_tokens, restore_tokens
 from packhorse.kernels.layout import make_row_ids
+from packhorse.replay.align import align_by_tables, restore_by_tables
 from packhorse.replay.host import HostInts, is_int
 from packhorse.replay.layout import TokenLayout
 from packhorse.replay.layout_checks import support_starts
@@ -160,18 +160,7 @@ class StaticLayout:
             TypeError, ValueError: as ``align_tokens``.
         """
         layout = self._dense_layout("align")
-        return align_tokens(
-            dense,
-            self._offsets,
-            self._columns,
-            layout.num_tokens,
-            fill=fill,
-            shift=int(next_token),
-            cp_size=layout.cp_size,
-            cp_rank=layout.cp_rank,
-            zigzag=layout.cp_order == "zigzag",
-            position_major=layout.format == "bshd",
-        )
+        return align_by_tables(layout, (self._offsets, self._columns), dense, fill, next_token)
 
     def restore(self, values: Tensor, fill: int = 0) -> Tensor:
         """Values of every context-parallel rank's tokens, one rank after another, as a batch.
@@ -188,16 +177,7 @@ class StaticLayout:
             TypeError, ValueError: as ``restore_tokens``.
         """
         layout = self._dense_layout("restore")
-        return restore_tokens(
-            values,
-            self._offsets,
-            self._columns,
-            max(layout.batch_width - 1, 0),
-            fill=fill,
-            cp_size=layout.cp_size,
-            zigzag=layout.cp_order == "zigzag",
-            position_major=layout.format == "bshd",
-        )
+        return restore_by_tables(layout, (self._offsets, self._columns), values, fill)
 
     def _dense_layout(self, method: str) -> TokenLayout:
         if not self._dense:
