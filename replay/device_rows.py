@@ -94,6 +94,10 @@ class MicrobatchRows:
             torch._assert_async(distinct, "ReplaySession: a replayed row repeats an expert")
         return topk_ids
 
+    def any_covered(self, depth: int = 0) -> bool:
+        """Whether an MTP head of this depth (0: the decoder) has any row that is no padding."""
+        return any(count > depth for count in self._covered())
+
     def _covered(self) -> list[int]:
         """Replayed and live positions of each trajectory: a prefix."""
         captured, live = self.microbatch.captured, self.microbatch.live_counts

@@ -113,8 +113,8 @@ def _counts_right(method: Callable[..., None], num_tokens: int, num_experts: int
 
 def _without_padding(router: Any, routing_map: Tensor, padding_mask: Tensor | None) -> Tensor:
     replay = getattr(router, "router_replay", None)
-    if isinstance(replay, RouterTargets) and replay.padding_mask is not None:
-        padding_mask = replay.padding_mask
+    if isinstance(replay, RouterTargets) and replay.answer is not None:
+        padding_mask = replay.answer.padding_mask
     if padding_mask is None:
         return routing_map
     if padding_mask.numel() != routing_map.shape[0]:

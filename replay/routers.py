@@ -19,11 +19,11 @@ from typing import Any, Literal
 
 from torch import nn
 
+from packhorse.replay.aux_loss import AUX_LOSSES, can_replay_aux_loss
 from packhorse.replay.host import is_int
 from packhorse.replay.layout import TokenLayout
 
 _IN_LAYERS = re.compile(r"^(.*?\blayers)\.(\d+)\.")
-_AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
 # --- the captured layer axis ----------------------------------------------------------------------
@@ -192,8 +192,7 @@ def check_replayable(router: LocatedRouter, *, allow_live_aux_loss: bool = False
     """Refuse a router that would ignore replayed routes, or compute something else beside them.
 
     Args:
-        allow_live_aux_loss: accept a load-balancing loss. Megatron computes its own top-k for it,
-            from the live scores: the loss then balances routes that were not taken.
+        allow_live_aux_loss: accept a load-balancing loss that balances the router's own top-k.
 
     Raises:
         ValueError: names the router and the setting.
@@ -225,11 +224,12 @@ def check_replayable(router: LocatedRouter, *, allow_live_aux_loss: bool = False
     if getattr(config, "moe_router_force_biased", None) is not None:
         refuse("moe_router_force_biased", "replaces the scores by biased ones")
     if not allow_live_aux_loss:
-        for kind in _AUX_LOSSES:
-            if kind in types and module.get_aux_loss_coeff(kind) > 0:
+        for kind in AUX_LOSSES:
+            if module.get_aux_loss_coeff(kind) > 0 and not can_replay_aux_loss(module):
                 refuse(
                     f"{kind} with coefficient {module.get_aux_loss_coeff(kind)}",
-                    "balances the router's own top-k, not the replayed routes: set"
+                    "balances the router's own top-k in this Megatron-core, which computes it"
+                    " in no method that could be given the replayed routes: set"
                     " moe_aux_loss_coeff=0, or pass allow_live_aux_loss=True",
                 )
     if _in_cuda_graph(config):

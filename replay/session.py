@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from packhorse._nvtx import ranged, ranged_methods
 from packhorse.replay import routers as _routers
 from packhorse.replay.agreement import Agreement
+from packhorse.replay.aux_loss import has_losses, install_loss_shim
 from packhorse.replay.device_rows import MicrobatchRows
 from packhorse.replay.expert_bias import install_expert_bias_shim
 from packhorse.replay.layout import TokenLayout
@@ -101,8 +102,9 @@ class ReplaySession:
         model: this rank's model, or the list of its chunks, as given to the schedule function; DDP
             and Float16Module wrappers are looked through.
         captured_layers: what the layer axis of the routes stands for.
-        allow_live_aux_loss: accept a load-balancing loss, which Megatron computes from its own
-            top-k of the live scores, not from the replayed routes.
+        allow_live_aux_loss: leave a load-balancing loss to Megatron's own top-k of the live scores.
+            Without it the loss is that of the replayed routes; in either case over real tokens
+            (``replay/aux_loss.py``).
         agree: with several ranks, join the outcome of the checks before the first forward, here
             and in each ``schedule``: where one rank fails all raise, and none waits for it in a
             collective. True: all ranks of torch.distributed, each of which then makes its sessions
@@ -128,6 +130,7 @@ class ReplaySession:
     ) -> None:
         self._schedule: _Schedule | None = None
         self._report: ScheduleReport | None = None
+        self._live_aux_loss = allow_live_aux_loss
         self._agreement = Agreement(agree)
         with self._agreement.together(_NAME):
             self._survey = _first_survey(model, captured_layers, allow_live_aux_loss)
@@ -175,7 +178,7 @@ class ReplaySession:
         chunks = self._survey.chunks()
         given = list(microbatches)
         _check_microbatches(chunks, given)
-        opened = _Schedule(chunks, given)
+        opened = _Schedule(chunks, given, live_aux_loss=self._live_aux_loss)
         opened.install()
         return opened
 
@@ -309,17 +312,22 @@ def _check_axes(name: str, i: int, microbatch: ReplayMicrobatch, chunk: Chunk) -
 class _Schedule:
     """State of one schedule: the objects on the routers and each chunk's count."""
 
-    def __init__(self, chunks: list[Chunk], microbatches: list[ReplayMicrobatch]) -> None:
+    def __init__(
+        self, chunks: list[Chunk], microbatches: list[ReplayMicrobatch], *, live_aux_loss: bool
+    ) -> None:
         self._chunks = chunks
         self._microbatches = microbatches
+        self._live_aux_loss = live_aux_loss
         self._begun = [0] * len(chunks)
         self._rows: dict[int, MicrobatchRows] = {}
         self._undo: list[Callable[[], None]] = []
         self._targets: list[list[RouterTargets]] = []
         self._mtp: list[list[RouterTargets]] = []
         for chunk in chunks:
-            self._targets.append([_make_targets(chunk, router) for router in chunk.routers])
-            self._mtp.append([_make_targets(chunk, router) for router in chunk.biased_mtp_routers])
+            self._targets.append(
+                [_make_targets(chunk, router, j) for j, router in enumerate(chunk.routers)]
+            )
+            self._mtp.append([_make_targets(chunk, router) for router in chunk.masked_mtp_routers])
 
     # --- on and off the routers -------------------------------------------------------------------
 
@@ -328,7 +336,7 @@ class _Schedule:
         placed: list[tuple[Any, RouterTargets]] = []
         for chunk, targets, mtp in zip(self._chunks, self._targets, self._mtp, strict=True):
             placed += zip((router.module for router in chunk.routers), targets, strict=True)
-            placed += zip((r.module for r in chunk.biased_mtp_routers), mtp, strict=True)
+            placed += zip((r.module for r in chunk.masked_mtp_routers), mtp, strict=True)
         for module, target in placed:
             if isinstance(module.router_replay, RouterTargets):
                 raise ValueError(
@@ -353,6 +361,9 @@ class _Schedule:
         self._undo.append(restore)
         module.router_replay = target
         self._undo.append(module.register_forward_pre_hook(target.check_input).remove)
+        if has_losses(module):
+            live = self._live_aux_loss
+            self._undo.append(install_loss_shim(module, target, live_aux_loss=live))
 
     def uninstall(self) -> None:
         while self._undo:
@@ -385,11 +396,6 @@ class _Schedule:
         shape = (layout.num_rank_tokens // max(batch, 1), batch)
         wants_grad = torch.is_grad_enabled()
 
-        def opened(
-            topk_ids: Tensor | None, live_rows: Tensor | None, masks: tuple[Tensor, ...]
-        ) -> OpenMicrobatch:
-            return OpenMicrobatch(index, topk_ids, live_rows, masks, shape, wants_grad)
-
         ids = None
         if microbatch.routes is not None and targets:
             ids = rows.gather_targets(
@@ -398,11 +404,23 @@ class _Schedule:
                 topk=chunk.topk,
                 ep_size=chunk.config.expert_model_parallel_size,
             )
-        for j, target in enumerate(targets):
-            topk_ids = ids[j] if ids is not None else None
-            target.open(opened(topk_ids, rows.live_rows, (rows.padding_mask,)))
-        for router, target in zip(chunk.biased_mtp_routers, mtp, strict=True):
-            target.open(opened(None, None, rows.mtp_masks(_mtp_depths(router))))
+        masks, has_rows = (rows.padding_mask,), (rows.any_covered(),)
+        opened = OpenMicrobatch(index, ids, rows.live_rows, masks, has_rows, shape, wants_grad)
+        for target in targets:
+            target.open(opened)
+        for router, target in zip(chunk.masked_mtp_routers, mtp, strict=True):
+            depths = _mtp_depths(router)
+            target.open(
+                OpenMicrobatch(
+                    index,
+                    None,
+                    None,
+                    rows.mtp_masks(depths),
+                    tuple(map(rows.any_covered, depths)),
+                    shape,
+                    wants_grad,
+                )
+            )
         self._begun[chunk.index] += 1
         if min(self._begun) > index:
             self._rows.pop(index, None)
@@ -452,9 +470,10 @@ class _Schedule:
         )
 
 
-def _make_targets(chunk: Chunk, router: LocatedRouter) -> RouterTargets:
+def _make_targets(chunk: Chunk, router: LocatedRouter, layer: int = 0) -> RouterTargets:
     return RouterTargets(
         router_name(chunk.index, router),
+        layer=layer,
         num_experts=router.module.num_experts,
         topk=router.module.topk,
         is_mtp=router.is_mtp,

@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from packhorse.replay import routers as _routers
+from packhorse.replay.aux_loss import has_losses
 from packhorse.replay.routers import CapturedLayers, LocatedRouter
 
 _NAME = "ReplaySession"
@@ -36,6 +37,7 @@ CONFIG_SETTINGS = (
     "moe_router_force_load_balancing",
     "moe_router_fusion",
     "moe_router_load_balancing_type",
+    "moe_z_loss_coeff",
     "mtp_num_layers",
     "num_layers",
     "num_moe_experts",
@@ -65,7 +67,7 @@ class Chunk:
     config: Any
     routers: list[LocatedRouter]  # of the decoder, in layer order
     positions: tuple[int, ...]  # of each on the captured layer axis
-    biased_mtp_routers: list[LocatedRouter]  # run live; their counters need the mask
+    masked_mtp_routers: list[LocatedRouter]  # run live; their counters or losses need the mask
     axis_length: int  # L that the captured axis must have
     num_experts: int
     topk: int
@@ -141,10 +143,11 @@ class Survey:
                     config=config,
                     routers=decoder,
                     positions=places,
-                    biased_mtp_routers=[
+                    masked_mtp_routers=[
                         router
                         for router in found
-                        if router.is_mtp and router.module.enable_expert_bias
+                        if router.is_mtp
+                        and (router.module.enable_expert_bias or has_losses(router.module))
                     ],
                     axis_length=_routers.captured_axis_length(
                         module, config, self._captured_layers

@@ -30,16 +30,18 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OpenMicrobatch:
-    """What a router answers between one ``session.begin`` and the next.
+    """What a chunk's routers answer between one ``session.begin`` and the next.
 
     Attributes:
         index: of the microbatch in the schedule.
-        targets: [T, K] int32 ids on the router's device, or None: every row runs live.
+        targets: [J, T, K] int32 ids on the routers' device, one layer a router, or None: every row
+            runs live.
         live_rows: [T] bool, True where the router's own choice stands; None: nowhere.
-        padding_masks: [T] bool (True = padding), one for each call that the router makes in one
+        padding_masks: [T] bool (True = padding), one for each call that a router makes in one
             microbatch: one, but for a repeated MTP layer.
+        has_rows: for each of those calls, whether any row of any rank is no padding.
         input_shape: (sequence, batch) that the router's input must have.
         wants_grad: the step runs with gradients on.
     """
@@ -48,19 +50,33 @@ class OpenMicrobatch:
     targets: Tensor | None
     live_rows: Tensor | None
     padding_masks: tuple[Tensor, ...]
+    has_rows: tuple[bool, ...]
     input_shape: tuple[int, int]
     wants_grad: bool
 
 
-class _Answer(NamedTuple):
-    topk_ids: Tensor | None  # None: the router chooses again
+class Answer(NamedTuple):
+    """What a router was told in one call.
+
+    Attributes:
+        topk_ids: [T, K], or None: the router chooses again in the recompute.
+        padding_mask: [T] bool, True = padding.
+        live_rows: [T] bool, True where ``topk_ids`` are the router's own choice; None: nowhere.
+        replays: some row may hold replayed ids; False: the router's own choice everywhere.
+        has_rows: some row of some rank is no padding.
+    """
+
+    topk_ids: Tensor | None
     padding_mask: Tensor
+    live_rows: Tensor | None
+    replays: bool
+    has_rows: bool
 
 
 class _FirstPass(NamedTuple):
     sequence: int  # number of the next autograd node at the call
     microbatch: int
-    answer: _Answer
+    answer: Answer
 
 
 class RouterTargets:
@@ -68,20 +84,26 @@ class RouterTargets:
 
     Args:
         name: path and chunk, for messages.
+        layer: of the router among those of ``OpenMicrobatch.targets``.
         num_experts, topk: E and K of the router.
         is_mtp: the router chooses itself in both passes; only its padding mask is ours.
+
+    Attributes:
+        answer: of the call that asked last; the expert-bias and loss shims read it.
     """
 
     #: Megatron writes it when a layer is renumbered.
     layer_number: int | None = None
 
-    def __init__(self, name: str, *, num_experts: int, topk: int, is_mtp: bool = False) -> None:
+    def __init__(
+        self, name: str, *, layer: int = 0, num_experts: int, topk: int, is_mtp: bool = False
+    ) -> None:
         self.name = name
+        self.layer = layer
         self.num_experts = num_experts
         self.topk = topk
         self.is_mtp = is_mtp
-        #: [T] bool, True = padding, of the call that was answered last; the expert-bias shim's.
-        self.padding_mask: Tensor | None = None
+        self.answer: Answer | None = None
         self.asked = 0
         self.recomputed = 0
         self._open: OpenMicrobatch | None = None
@@ -122,7 +144,7 @@ class RouterTargets:
 
     def forget(self) -> None:
         """Drop every tensor."""
-        self._open, self.padding_mask = None, None
+        self._open, self.answer = None, None
         self._remembered.clear()
         self._recomputed_by.clear()
 
@@ -161,13 +183,13 @@ class RouterTargets:
 
         answer = self._recall() if in_backward() else self._answer(scores, choose)
         self._check_call(scores, topk, answer)
-        self.padding_mask = answer.padding_mask
+        self.answer = answer
         if answer.topk_ids is None:
             return choose(scores)
         topk_ids = answer.topk_ids.long()
         return scores.gather(1, topk_ids), topk_ids
 
-    def _answer(self, scores: Tensor, choose: Callable[[Tensor], tuple[Tensor, Tensor]]) -> _Answer:
+    def _answer(self, scores: Tensor, choose: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Answer:
         opened = self._open
         if opened is None:
             raise ValueError(
@@ -179,25 +201,26 @@ class RouterTargets:
                 f"{self._where()}: the router was asked for a second time: forward_step must call"
                 " session.begin(model) before each forward of the model"
             )
-        mask = opened.padding_masks[self._calls]
-        targets = opened.targets
+        mask, has_rows = opened.padding_masks[self._calls], opened.has_rows[self._calls]
         self._calls += 1
         self.asked += 1
         self._check_rows(scores, mask)
         if self.is_mtp:
-            answer = _Answer(None, mask)
+            answer = Answer(None, mask, None, replays=False, has_rows=has_rows)
+        elif opened.targets is None:
+            chosen = choose(scores.detach())[1]
+            answer = Answer(chosen, mask, None, replays=False, has_rows=has_rows)
         else:
-            if targets is None:
-                targets = choose(scores.detach())[1]
-            elif opened.live_rows is not None:
-                chosen = choose(scores.detach())[1].to(targets.dtype)
-                targets = torch.where(opened.live_rows[:, None], chosen, targets)
-            answer = _Answer(targets, mask)
+            topk_ids, live_rows = opened.targets[self.layer], opened.live_rows
+            if live_rows is not None:
+                chosen = choose(scores.detach())[1].to(topk_ids.dtype)
+                topk_ids = torch.where(live_rows[:, None], chosen, topk_ids)
+            answer = Answer(topk_ids, mask, live_rows, replays=True, has_rows=has_rows)
         if opened.wants_grad and not torch.is_grad_enabled():
             self._remember(opened.index, answer)
         return answer
 
-    def _remember(self, microbatch: int, answer: _Answer) -> None:
+    def _remember(self, microbatch: int, answer: Answer) -> None:
         sequence = torch.autograd._get_sequence_nr()
         if self._remembered and sequence < self._remembered[-1].sequence:
             raise ValueError(
@@ -206,12 +229,12 @@ class RouterTargets:
             )
         self._remembered.append(_FirstPass(sequence, microbatch, answer))
 
-    def _recall(self) -> _Answer:
+    def _recall(self) -> Answer:
         """The answer of the first pass that the running checkpoint node wraps: the earliest one
         after the node's own number."""
         node = torch._C._current_autograd_node()._sequence_nr()
         backward = torch._C._current_graph_task_id()
-        kept = next((i for i, f in enumerate(self._remembered) if f.sequence > node), None)
+        kept = self._kept_for(node)
         if kept is None or self._recomputed_by.setdefault(node, backward) != backward:
             raise ValueError(
                 f"ReplaySession: {self.name} is recomputed in a backward, but no routes were kept"
@@ -222,6 +245,18 @@ class RouterTargets:
             )
         self.recomputed += 1
         return self._remembered.pop(kept).answer
+
+    def _kept_for(self, node: int) -> int | None:
+        return next((i for i, f in enumerate(self._remembered) if f.sequence > node), None)
+
+    def next_padding_mask(self) -> Tensor | None:
+        """[T] bool of the call that is about to ask; None where it will be refused."""
+        if in_backward():
+            kept = self._kept_for(torch._C._current_autograd_node()._sequence_nr())
+            return None if kept is None else self._remembered[kept].answer.padding_mask
+        if self._open is None or self._calls == len(self._open.padding_masks):
+            return None
+        return self._open.padding_masks[self._calls]
 
     # --- checks -----------------------------------------------------------------------------------
 
@@ -240,7 +275,7 @@ class RouterTargets:
                 f"{self._where()}: the router is on {scores.device}, the layout on {mask.device}"
             )
 
-    def _check_call(self, scores: Tensor, topk: int, answer: _Answer) -> None:
+    def _check_call(self, scores: Tensor, topk: int, answer: Answer) -> None:
         if scores.dim() != 2 or scores.shape[1] != self.num_experts or topk != self.topk:
             raise ValueError(
                 f"ReplaySession: {self.name} was called with scores {tuple(scores.shape)} and"

@@ -92,28 +92,6 @@ def test_routing_that_does_not_consult_replay_is_refused(kind, as_list):
         make_session(model)
 
 
-@pytest.mark.parametrize(
-    ("kinds", "coefficients"),
-    [("aux_loss", 0.01), ("seq_aux_loss", 0.01), (["global_aux_loss", "aux_loss"], [0.01, 0.0])],
-    ids=str,
-)
-def test_a_load_balancing_loss_is_refused_unless_it_is_allowed(kinds, coefficients):
-    model = build_model(
-        moe_router_load_balancing_type=kinds,
-        moe_aux_loss_coeff=coefficients,
-        moe_router_enable_expert_bias=False,
-    )
-    with pytest.raises(
-        ValueError, match=r"aux_loss with coefficient 0\.01 balances the router's own top-k"
-    ):
-        make_session(model)
-    session = make_session(model, allow_live_aux_loss=True)
-    batch = make_batch()
-    with RouteLog() as log:
-        run_schedule(session, model, [batch])
-    assert len(log.calls) == 3
-
-
 def test_a_load_balancing_type_with_coefficient_zero_is_no_loss():
     make_session(
         build_model(
