@@ -187,6 +187,11 @@ def scatters_padding_mask(chunk: nn.Module) -> bool:
 
 # --- can it replay --------------------------------------------------------------------------------
 
+_GRAPH_REPEATS = (
+    "captures the router: a graph would repeat the routes of its capture; leave the router out of"
+    " cuda_graph_modules (cuda_graph_scope)"
+)
+
 
 def check_replayable(router: LocatedRouter, *, allow_live_aux_loss: bool = False) -> None:
     """Refuse a router that would ignore replayed routes, or compute something else beside them.
@@ -232,17 +237,32 @@ def check_replayable(router: LocatedRouter, *, allow_live_aux_loss: bool = False
                     " in no method that could be given the replayed routes: set"
                     " moe_aux_loss_coeff=0, or pass allow_live_aux_loss=True",
                 )
-    if _in_cuda_graph(config):
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
         refuse(
-            f"cuda_graph_impl={config.cuda_graph_impl!r}",
-            "captures the router: a graph would repeat the routes of its capture; leave the router"
-            " out of cuda_graph_modules (cuda_graph_scope)",
+            "overlap_moe_expert_parallel_comm=True",
+            "runs the layers from a schedule plan, after forward_step has returned and mixed with"
+            " another microbatch's backward; replay under it has not been shown to be right",
         )
+    for name in ("enable_cuda_graph", "external_cuda_graph"):  # the names before cuda_graph_impl
+        if getattr(config, name, False) and not _graph_implementation(config):
+            refuse(f"{name}=True", _GRAPH_REPEATS)
+    if _in_cuda_graph(config):
+        refuse(f"cuda_graph_impl={config.cuda_graph_impl!r}", _GRAPH_REPEATS)
+
+
+def _graph_implementation(config: Any) -> str | None:
+    implementation = getattr(config, "cuda_graph_impl", "none")
+    return None if implementation in (None, "none") else implementation
 
 
 def _in_cuda_graph(config: Any) -> bool:
-    implementation = getattr(config, "cuda_graph_impl", "none") or "none"
-    if implementation == "none":
+    """Whether a graph of this config holds a router.
+
+    The graphs of inference (``inference_cuda_graph_scope``, "full_iteration_inference") do not run
+    in a schedule.
+    """
+    implementation = _graph_implementation(config)
+    if implementation is None:
         return False
     parts = getattr(config, "cuda_graph_modules", None)
     if parts is None:

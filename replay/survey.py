@@ -29,6 +29,8 @@ CONFIG_SETTINGS = (
     "cuda_graph_impl",
     "cuda_graph_modules",
     "cuda_graph_scope",
+    "enable_cuda_graph",
+    "external_cuda_graph",
     "moe_aux_loss_coeff",
     "moe_expert_capacity_factor",
     "moe_expert_rank_capacity_factor",
@@ -41,6 +43,7 @@ CONFIG_SETTINGS = (
     "mtp_num_layers",
     "num_layers",
     "num_moe_experts",
+    "overlap_moe_expert_parallel_comm",
 )
 #: what it reads of routers, layers and models themselves
 MODULE_SETTINGS = (

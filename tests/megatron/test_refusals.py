@@ -50,6 +50,30 @@ REFUSED_SETTINGS = {
         {"cuda_graph_impl": "full_iteration"},
         r"cuda_graph_impl='full_iteration' captures the router",
     ),
+    "a CUDA graph of the iteration, by its scope": (
+        {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"],
+         "cuda_graph_modules": ["full_iteration"]},
+        r"cuda_graph_impl='local' captures the router",
+    ),
+    "local CUDA graphs of whole layers, as a string": (
+        {"cuda_graph_impl": "local", "cuda_graph_scope": "full", "cuda_graph_modules": "full"},
+        r"cuda_graph_impl='local' captures the router",
+    ),
+    "CUDA graphs of MoE layers": (
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn,moe",
+         "cuda_graph_modules": "attn,moe"},
+        r"cuda_graph_impl='transformer_engine' captures the router",
+    ),
+    "CUDA graphs by their first name": (
+        {"enable_cuda_graph": True}, r"enable_cuda_graph=True captures the router",
+    ),
+    "CUDA graphs by their second name": (
+        {"external_cuda_graph": True}, r"external_cuda_graph=True captures the router",
+    ),
+    "schedule plans": (
+        {"overlap_moe_expert_parallel_comm": True},
+        r"overlap_moe_expert_parallel_comm=True runs the layers from a schedule plan",
+    ),
 }  # fmt: skip
 
 
@@ -136,6 +160,52 @@ def test_routers_of_unlike_sizes_are_refused():
         ValueError, match=r"layers\.2\.mlp\.router of chunk 0 has \(experts, topk\) ="
     ):
         make_session(model)
+
+
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+def test_each_part_that_holds_a_router_is_refused_and_each_other_is_legal(implementation):
+    """The names are Megatron's own, of whichever version runs."""
+    from megatron.core.transformer import enums
+
+    model = build_model()
+    model.config.cuda_graph_impl = implementation
+    field = (
+        "cuda_graph_modules" if hasattr(model.config, "cuda_graph_modules") else "cuda_graph_scope"
+    )
+    parts = getattr(enums, "CudaGraphModule", None) or enums.CudaGraphScope
+    legal = []
+    for part in parts:
+        setattr(model.config, field, [part])
+        try:
+            make_session(model)
+        except ValueError:
+            continue
+        legal.append(part.name)
+    assert legal == ["attn", "mlp", "mamba"]
+
+
+def test_cuda_graphs_of_inference_are_legal():
+    model = build_model()
+    model.config.inference_cuda_graph_scope = "block"
+    make_session(model)
+
+
+def test_a_schedule_plan_is_refused_before_wrap_forward_step_is_asked_for_one():
+    from packhorse.replay.wrap import wrap_forward_step
+
+    model = build_model()
+    session = make_session(model)
+    model.config.overlap_moe_expert_parallel_comm = True
+
+    def forward_step(data_iterator, model, *, step, return_schedule_plan=False):
+        pytest.fail("a forward ran")
+
+    wrapped = wrap_forward_step(forward_step, session)
+    with (
+        pytest.raises(ValueError, match="overlap_moe_expert_parallel_comm=True"),
+        session.schedule([make_batch().microbatch]),
+    ):
+        wrapped(iter([]), model, return_schedule_plan=True)
 
 
 def test_cuda_graphs_that_leave_the_router_out_are_legal():
