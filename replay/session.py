@@ -31,9 +31,12 @@ from packhorse.replay.agreement import Agreement
 from packhorse.replay.aux_loss import has_losses, install_loss_shim
 from packhorse.replay.device_rows import MicrobatchRows
 from packhorse.replay.expert_bias import install_expert_bias_shim
+from packhorse.replay.host import is_int
 from packhorse.replay.layout import TokenLayout
+from packhorse.replay.metrics import Tally, merge_tallies, tally_metrics, tally_rows
 from packhorse.replay.microbatch import ReplayMicrobatch
 from packhorse.replay.routers import CapturedLayers, LocatedRouter
+from packhorse.replay.sampling import RouteSample
 from packhorse.replay.survey import Chunk, Survey, router_name
 from packhorse.replay.targets import OpenMicrobatch, RouterTargets
 
@@ -94,7 +97,7 @@ class ScheduleReport:
         return tuple(self.asked)
 
 
-@ranged_methods("report")
+@ranged_methods("report", "tally")
 class ReplaySession:
     """Replays routes through the routers of ``model``.
 
@@ -105,6 +108,9 @@ class ReplaySession:
         allow_live_aux_loss: leave a load-balancing loss to Megatron's own top-k of the live scores.
             Without it the loss is that of the replayed routes; in either case over real tokens
             (``replay/aux_loss.py``).
+        sample_routes_every: every so many schedules that have routes, the first one included, each
+            replayed router's own choice is computed too and tallied against the rollout's
+            (``replay/sampling.py``). 0: never. The other schedules pay nothing.
         agree: with several ranks, join the outcome of the checks before the first forward, here
             and in each ``schedule``: where one rank fails all raise, and none waits for it in a
             collective. True: all ranks of torch.distributed, each of which then makes its sessions
@@ -126,8 +132,16 @@ class ReplaySession:
         *,
         captured_layers: CapturedLayers,
         allow_live_aux_loss: bool = False,
+        sample_routes_every: int = 0,
         agree: Any = True,
     ) -> None:
+        if not is_int(sample_routes_every) or sample_routes_every < 0:
+            raise ValueError(
+                f"{_NAME}: sample_routes_every must be an integer >= 0, got {sample_routes_every!r}"
+            )
+        self._sample_every = sample_routes_every
+        self._schedules_with_routes = 0
+        self._tally: Tally | None = None
         self._schedule: _Schedule | None = None
         self._report: ScheduleReport | None = None
         self._live_aux_loss = allow_live_aux_loss
@@ -160,6 +174,7 @@ class ReplaySession:
             self._schedule = opened
             yield self
             opened.finish()
+            self._tally = opened.tally()
             completed = True
         finally:
             self._schedule = None
@@ -178,8 +193,15 @@ class ReplaySession:
         chunks = self._survey.chunks()
         given = list(microbatches)
         _check_microbatches(chunks, given)
-        opened = _Schedule(chunks, given, live_aux_loss=self._live_aux_loss)
+        has_routes = given[0].routes is not None
+        sampled = bool(
+            has_routes
+            and self._sample_every
+            and self._schedules_with_routes % self._sample_every == 0
+        )
+        opened = _Schedule(chunks, given, live_aux_loss=self._live_aux_loss, sampled=sampled)
         opened.install()
+        self._schedules_with_routes += has_routes
         return opened
 
     @contextmanager
@@ -219,6 +241,24 @@ class ReplaySession:
         if self._report is None:
             raise ValueError(f"{_NAME}.report: no schedule has ended yet")
         return self._report
+
+    def tally(self) -> Tally:
+        """Counts of the last completed schedule, to merge with others: over its steps by
+        ``merge_tallies``, over ranks by an all-reduce. Routes and padding where it was sampled, on
+        the captured layer axis; rows and coverage always, as host integers.
+        """
+        if self._tally is None:
+            raise ValueError(f"{_NAME}.tally: no schedule has completed yet")
+        return dict(self._tally)
+
+    def metrics(self) -> dict[str, Any]:
+        """``tally_metrics`` of the last completed schedule: this rank's figures, none of them read.
+
+        Always shares of rows replayed, live and dummy and the coverage of the captured prefixes;
+        in a sampled schedule also the route mismatch, per captured layer and in total, and the
+        padding that each expert-parallel rank gets from here.
+        """
+        return tally_metrics(self.tally())
 
 
 # --- before the first forward ---------------------------------------------------------------------
@@ -313,7 +353,12 @@ class _Schedule:
     """State of one schedule: the objects on the routers and each chunk's count."""
 
     def __init__(
-        self, chunks: list[Chunk], microbatches: list[ReplayMicrobatch], *, live_aux_loss: bool
+        self,
+        chunks: list[Chunk],
+        microbatches: list[ReplayMicrobatch],
+        *,
+        live_aux_loss: bool,
+        sampled: bool,
     ) -> None:
         self._chunks = chunks
         self._microbatches = microbatches
@@ -328,6 +373,15 @@ class _Schedule:
                 [_make_targets(chunk, router, j) for j, router in enumerate(chunk.routers)]
             )
             self._mtp.append([_make_targets(chunk, router) for router in chunk.masked_mtp_routers])
+        self._sample: RouteSample | None = None
+        if sampled:
+            self._sample = RouteSample(
+                axis_length=max(chunk.axis_length for chunk in chunks),
+                ep_size=chunks[0].config.expert_model_parallel_size,
+                device=microbatches[0].layout.device,
+            )
+            for chunk, targets in zip(chunks, self._targets, strict=True):
+                self._sample.watch(chunk.positions, targets)
 
     # --- on and off the routers -------------------------------------------------------------------
 
@@ -404,8 +458,16 @@ class _Schedule:
                 topk=chunk.topk,
                 ep_size=chunk.config.expert_model_parallel_size,
             )
+        compared = None
+        if self._sample is not None and ids is not None:
+            compared = rows.row_ids >= 0
+            self._sample.add_padding(
+                chunk.positions, ids, rows.padding_mask, num_experts=chunk.num_experts
+            )
         masks, has_rows = (rows.padding_mask,), (rows.any_covered(),)
-        opened = OpenMicrobatch(index, ids, rows.live_rows, masks, has_rows, shape, wants_grad)
+        opened = OpenMicrobatch(
+            index, ids, rows.live_rows, masks, has_rows, shape, wants_grad, compared
+        )
         for target in targets:
             target.open(opened)
         for router, target in zip(chunk.masked_mtp_routers, mtp, strict=True):
@@ -444,6 +506,10 @@ class _Schedule:
             target.close()
         for target in self._all_targets():
             target.check_nothing_left()
+
+    def tally(self) -> Tally:
+        sampled = [] if self._sample is None else [self._sample.tally()]
+        return merge_tallies([*map(tally_rows, self._microbatches), *sampled])
 
     def report(self, completed: bool) -> ScheduleReport:
         return ScheduleReport(

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from packhorse.replay.metrics import Tally, merge_tallies, tally_routes
+
 
 def in_backward() -> bool:
     """Whether the autograd engine is running on this thread: a forward here is a recompute."""
@@ -44,6 +46,8 @@ class OpenMicrobatch:
         has_rows: for each of those calls, whether any row of any rank is no padding.
         input_shape: (sequence, batch) that the router's input must have.
         wants_grad: the step runs with gradients on.
+        compared_rows: [T] bool, rows on which the router's own choice is tallied against
+            ``targets``; None: it is not asked for.
     """
 
     index: int
@@ -53,6 +57,7 @@ class OpenMicrobatch:
     has_rows: tuple[bool, ...]
     input_shape: tuple[int, int]
     wants_grad: bool
+    compared_rows: Tensor | None = None
 
 
 class Answer(NamedTuple):
@@ -90,6 +95,7 @@ class RouterTargets:
 
     Attributes:
         answer: of the call that asked last; the expert-bias and loss shims read it.
+        tally: of ``tally_routes`` over the first passes of a sampled schedule; None: no such call.
     """
 
     #: Megatron writes it when a layer is renumbered.
@@ -104,6 +110,7 @@ class RouterTargets:
         self.topk = topk
         self.is_mtp = is_mtp
         self.answer: Answer | None = None
+        self.tally: Tally | None = None
         self.asked = 0
         self.recomputed = 0
         self._open: OpenMicrobatch | None = None
@@ -212,13 +219,20 @@ class RouterTargets:
             answer = Answer(chosen, mask, None, replays=False, has_rows=has_rows)
         else:
             topk_ids, live_rows = opened.targets[self.layer], opened.live_rows
-            if live_rows is not None:
+            if live_rows is not None or opened.compared_rows is not None:
                 chosen = choose(scores.detach())[1].to(topk_ids.dtype)
-                topk_ids = torch.where(live_rows[:, None], chosen, topk_ids)
+                self._compare(chosen, topk_ids, opened.compared_rows)
+                if live_rows is not None:
+                    topk_ids = torch.where(live_rows[:, None], chosen, topk_ids)
             answer = Answer(topk_ids, mask, live_rows, replays=True, has_rows=has_rows)
         if opened.wants_grad and not torch.is_grad_enabled():
             self._remember(opened.index, answer)
         return answer
+
+    def _compare(self, chosen: Tensor, replayed: Tensor, rows: Tensor | None) -> None:
+        if rows is not None:
+            tally = tally_routes(chosen, replayed, rows)
+            self.tally = tally if self.tally is None else merge_tallies([self.tally, tally])
 
     def _remember(self, microbatch: int, answer: Answer) -> None:
         sequence = torch.autograd._get_sequence_nr()
