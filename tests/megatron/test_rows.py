@@ -212,6 +212,8 @@ def test_expert_bias_counts_nothing_in_a_forward_only_schedule():
 @pytest.mark.parametrize("heads", [1, 2])
 def test_mtp_heads_count_the_tokens_that_have_a_token_to_embed(mode, heads):
     """The head of depth d sees position s with the token of s + d: both must be real."""
+    if megatron_version() == (0, 18) and mode.startswith("full"):
+        pytest.skip("0.18 cannot recompute MTP at all: its checkpoint takes no padding_mask")
     model = build_model(num_layers=2, mtp_num_layers=heads, **RECOMPUTE[mode])
     batch = make_batch((6, 4), captured=(5, 4), num_layers=2)
     with RouteLog() as log:
