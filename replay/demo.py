@@ -19,13 +19,15 @@ from typing import Any
 
 import torch
 
-from packhorse.replay import compare, demo_plot
+from packhorse.replay import compare, demo_plot, demo_ranks
 from packhorse.replay.capture import Capture
 from packhorse.replay.checkpoint import MoeConfig, read_config, shown
+from packhorse.replay.demo_model import Sizes
+from packhorse.replay.demo_ranks import RankFailed, Refused
 
 DATA = Path(__file__).parent / "data"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-#: The training schedule left a gradient missing or not finite.
+#: The training schedule left a gradient missing or not finite, or a rank did not end well.
 EXIT_FAILED = 1
 #: The run could not begin: a bad file, a model that does not fit, something not installed.
 EXIT_REFUSED = 2
@@ -75,35 +77,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="put the routes in the wrong place on purpose: it must show",
     )
     parser.add_argument("--plot", metavar="OUT.png", help="write a picture (needs matplotlib)")
+    demo_ranks.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo.
 
     Returns:
-        0; ``EXIT_FAILED`` if a gradient was not finite; ``EXIT_REFUSED`` after one line on stderr
-        about what keeps it from running.
+        0; ``EXIT_FAILED`` if a gradient was not finite or a rank failed; ``EXIT_REFUSED`` after one
+        line on stderr about what keeps it from running.
     """
     began = time.perf_counter()
     try:
-        demo = _prepare(args)
-    except _Refused as error:
+        demo = prepare(args)
+        if demo.sizes.world > 1:
+            demo.results, demo.seconds["import"] = demo_ranks.run(args)
+        else:
+            _run_here(demo, began)
+    except Refused as error:
         return _refuse(error)
-    try:
-        with _quiet_megatron(), _threads_for(demo), _megatron():
-            demo.seconds["import"] = time.perf_counter() - began
-            for name in DTYPES if args.dtype == "both" else [args.dtype]:
-                model = _load(demo, name, args)
-                demo.results[name] = compare.compare(
-                    model,
-                    demo.capture,
-                    demo.microbatches,
-                    temperature=demo.temperature,
-                    moe_layers=demo.config.moe_layers,
-                )
-                del model
-    except _Refused as error:
-        return _refuse(error)
+    except RankFailed as error:
+        sys.stderr.write(error.details)
+        return _refuse(error, EXIT_FAILED)
     demo.seconds["total"] = time.perf_counter() - began
     _print("\n".join(report_lines(demo)))
     if args.plot:
@@ -116,18 +111,31 @@ def run(args: argparse.Namespace) -> int:
                 routes=misplaced(args.misplace) if args.misplace else None,
             )
         except (OSError, ValueError) as error:
-            return _refuse(_Refused(f"--plot {args.plot}: {error}"))
+            return _refuse(Refused(f"--plot {args.plot}: {error}"))
         _print(f"picture   {args.plot}")
     if any(result.unfinished_gradients for result in demo.results.values()):
         return EXIT_FAILED
     return 0
 
 
+def _run_here(demo: "Demo", began: float) -> None:
+    from packhorse.replay.megatron import single_process
+
+    with quiet_megatron(), _threads_for(demo), imported_megatron(), single_process():
+        demo.seconds["import"] = time.perf_counter() - began
+        for name in dtypes_of(demo.args):
+            model = load(demo, name)
+            demo.results[name] = compare.compare(
+                model,
+                demo.capture,
+                demo.microbatches,
+                temperature=demo.temperature,
+                moe_layers=demo.config.moe_layers,
+            )
+            del model
+
+
 # --- before the first forward ---------------------------------------------------------------------
-
-
-class _Refused(Exception):
-    """What keeps the demo from running, in one line."""
 
 
 @dataclass
@@ -140,13 +148,18 @@ class Demo:
     device: torch.device
     temperature: float
     args: argparse.Namespace
+    sizes: Sizes
     results: dict[str, compare.Comparison] = field(default_factory=dict)  # dtype name -> result
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def _prepare(args: argparse.Namespace) -> Demo:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def prepare(args: argparse.Namespace) -> Demo:
+    """What the options name, read and checked. Raises ``Refused``."""
+    sizes = demo_ranks.sizes_of(args)
+    on_gpu = torch.cuda.is_available() and sizes.world == 1
+    device = torch.device("cuda" if on_gpu else "cpu")
     try:
+        demo_ranks.check_sizes(sizes, args)
         if args.plot:
             demo_plot.check(args.plot)
         config = read_config(args.model or DATA / "tiny_moe")
@@ -169,11 +182,12 @@ def _prepare(args: argparse.Namespace) -> Demo:
             misplace=args.misplace,
             moe_layers=config.moe_layers,
         )
+        demo_ranks.check_model(sizes, config, microbatches)
     except (ValueError, TypeError) as error:
-        raise _Refused(error) from error
+        raise Refused(error) from error
     except MemoryError as error:
-        raise _Refused("not enough memory for the capture") from error
-    return Demo(config, capture, microbatches, device, temperature, args)
+        raise Refused("not enough memory for the capture") from error
+    return Demo(config, capture, microbatches, device, temperature, args, sizes)
 
 
 def _temperature(args: argparse.Namespace, capture: Capture) -> float:
@@ -223,11 +237,14 @@ def _check_options(args: argparse.Namespace, capture: Capture) -> None:
         )
 
 
+def dtypes_of(args: argparse.Namespace) -> list[str]:
+    return list(DTYPES) if args.dtype == "both" else [args.dtype]
+
+
 @contextmanager
-def _megatron() -> Iterator[None]:
-    """Megatron with the process groups of one rank; shims that were put here are taken off."""
+def imported_megatron() -> Iterator[None]:
+    """Megatron can be used; shims that were put here are taken off. May raise ``Refused``."""
     from packhorse.replay.cpu_megatron import install_cpu_shims, remove_cpu_shims
-    from packhorse.replay.megatron import single_process
 
     installed = False
     try:
@@ -236,43 +253,43 @@ def _megatron() -> Iterator[None]:
             import megatron.core  # noqa: F401
         except ModuleNotFoundError as error:
             if (error.name or "").split(".")[0] == "megatron":
-                raise _Refused(_NO_MEGATRON) from error
-            raise _Refused(f"Megatron-core cannot be imported: {error}") from error
-        with single_process():
-            yield
+                raise Refused(_NO_MEGATRON) from error
+            raise Refused(f"Megatron-core cannot be imported: {error}") from error
+        yield
     finally:
         if installed:
             remove_cpu_shims()
 
 
-def _load(demo: Demo, dtype: str, args: argparse.Namespace) -> Any:
+def load(demo: Demo, dtype: str) -> Any:
+    """The whole model on this process; inside ``single_process()``. May raise ``Refused``."""
     from packhorse.replay.megatron import load_hf_model
     from packhorse.replay.packed_attention import PackedAttention
 
     began = time.perf_counter()
     try:
         model = load_hf_model(
-            args.model or DATA / "tiny_moe",
+            demo.args.model or DATA / "tiny_moe",
             dtype=DTYPES[dtype],
             recompute="full",
-            core_attention=PackedAttention if args.format == "thd" else None,
+            core_attention=PackedAttention if demo.args.format == "thd" else None,
         )
     except ModuleNotFoundError as error:
-        raise _Refused(f"{error.name} is not installed: pip install {error.name}") from error
+        raise Refused(f"{error.name} is not installed: pip install {error.name}") from error
     except ValueError as error:
-        raise _Refused(error) from error
+        raise Refused(error) from error
     demo.seconds[f"load {dtype}"] = time.perf_counter() - began
     return model
 
 
-def _refuse(error: Exception) -> int:
+def _refuse(error: Exception, code: int = EXIT_REFUSED) -> int:
     line = " ".join(str(error).split())
     sys.stderr.write(f"packhorse demo: {line}\n")
-    return EXIT_REFUSED
+    return code
 
 
 @contextmanager
-def _quiet_megatron() -> Iterator[None]:
+def quiet_megatron() -> Iterator[None]:
     """Megatron warns at its import of what is not installed, and logs at each model it builds."""
     logger = logging.getLogger("megatron")
     level = logger.level
@@ -322,6 +339,8 @@ def report_lines(demo: Demo) -> list[str]:
         f" ({demo.args.format})",
         f"kernels   {_kernels(demo.device)}",
     ]
+    if demo.sizes.world > 1:
+        lines.append(f"ranks     {demo_ranks.shown(demo.sizes)}")
     if demo.args.misplace:
         lines.append(f"routes    {misplaced(demo.args.misplace)}")
     lines.append("")

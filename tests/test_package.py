@@ -30,7 +30,9 @@ ALLOWED = {
 #: which modules import a heavy or optional package; each does so inside a function
 OPTIONAL = {
     "megatron": {
-        "replay/compare.py", "replay/cpu_megatron.py", "replay/demo.py", "replay/expert_bias.py",
+        "replay/compare.py", "replay/cpu_megatron.py", "replay/demo.py",
+        "replay/demo_attention.py", "replay/demo_model.py", "replay/demo_parallel.py",
+        "replay/expert_bias.py",
         "replay/layout_megatron.py", "replay/megatron.py", "replay/router_replay.py",
         "replay/routers.py",
     },
