@@ -31,18 +31,24 @@ class _GatherSequence(torch.autograd.Function):
         return gradient[begin : begin + ctx.count], None
 
 
-def _zigzag(bounds: list[int], cp_size: int, cp_rank: int) -> list[int]:
-    """Places in the whole batch that a rank holds: chunks r and 2R-1-r of each sequence."""
+def _held(bounds: list[int], cp_size: int, cp_rank: int, order: str) -> list[int]:
+    """Places in the whole batch that a rank holds of each sequence: chunks r and 2R-1-r of 2R
+    (zigzag), or chunk r of R (contiguous)."""
+    chunks, count = [cp_rank, 2 * cp_size - 1 - cp_rank], 2 * cp_size
+    if order == "contiguous":
+        chunks, count = [cp_rank], cp_size
     places = []
     for begin, end in itertools.pairwise(bounds):
-        width = (end - begin) // (2 * cp_size)
-        for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
+        width = (end - begin) // count
+        for chunk in chunks:
             places += range(begin + chunk * width, begin + (chunk + 1) * width)
     return places
 
 
 class GatheredAttention(torch.nn.Module):
     """Stands for ``DotProductAttention``; "thd" and "sbhd", zigzag over the CP group."""
+
+    order = "zigzag"
 
     def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **options: Any) -> None:
         super().__init__()
@@ -72,7 +78,7 @@ class GatheredAttention(torch.nn.Module):
             bounds = packed_seq_params.cu_seqlens_q_padded.tolist()
         held = [list(range(bounds[-1]))]
         if ranks > 1:
-            held = [_zigzag(bounds, ranks, r) for r in range(ranks)]
+            held = [_held(bounds, ranks, r, self.order) for r in range(ranks)]
             key, value = (_GatherSequence.apply(x, self.group) for x in (key, value))
         mine = torch.tensor(held[rank])
         theirs = torch.tensor([place for places in held for place in places])
@@ -86,6 +92,11 @@ class GatheredAttention(torch.nn.Module):
         return out.squeeze(1) if packed else out
 
 
-def use_gathered_attention(block_spec: Any) -> None:
-    for layer in block_spec.layer_specs:
-        layer.submodules.self_attention.submodules.core_attention = GatheredAttention
+class ContiguousAttention(GatheredAttention):
+    order = "contiguous"
+
+
+def use_gathered_attention(layer_specs: list[Any], order: str) -> None:
+    attention = {"zigzag": GatheredAttention, "contiguous": ContiguousAttention}[order]
+    for layer in layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = attention

@@ -6,6 +6,7 @@ Plain data: no torch, nothing of the package. Workers and the comparing parent b
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ import numpy as np
 from tests.oracle import OracleLayout
 
 EXPERTS, TOPK, VOCAB, WIDTH = 8, 2, 64, 32
-#: tokens of a trajectory's bshd row, and of a thd slab, when all microbatches have one shape
-BSHD_TOKENS, THD_TOKENS = 16, 40
+#: tokens of a thd slab when all microbatches have one shape
+THD_TOKENS = 40
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -29,6 +30,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
         "recompute_num_layers": 1,
     },
     "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "core_attn": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
 }
 
 
@@ -39,14 +41,28 @@ class Case:
     Attributes:
         tp, pp, vpp, ep, cp: sizes; TP above 1 runs with sequence parallelism, vpp 1 means none.
         world: processes; what the sizes leave over is data parallel.
+        cp_order: "zigzag" (rotary positions) or "contiguous" (learned positions, given by id).
+        width: padded length of a bshd row, where all microbatches have one shape.
+        fp8: recipe whose alignment the thd lengths have; the numbers are fp32.
         recompute: key of ``RECOMPUTE``.
-        num_layers: of the whole model; the first ``dense`` of them have no router.
-        microbatches: of a schedule and data-parallel rank, two trajectories each.
+        num_layers: of the whole model; those in ``dense`` have no router.
+        pattern: of a ``HybridModel`` (then ``num_layers`` and ``dense`` say nothing): "*"
+            attention, "-" dense, "E" MoE, "|" between pipeline chunks.
+        mtp: heads for multi-token prediction after the last layer; their routers run live.
+        captured: what the captured layer axis holds: "decoder", "moe_only" or "listed" (no layer
+            first, then the MoE layers last to first).
+        microbatches: of a training schedule and data-parallel rank, two trajectories each.
+        forward_only: microbatches of a forward-only schedule; 0: as many.
+        rounds: of a forward-only schedule and a training one.
         dynamic: lengths differ between microbatches, the stages tell each other the shapes.
-        optimizer: "none": gradients of one step are compared; "distributed": several steps of
+        dtype: "fp32", or "bf16" in Megatron's ``Float16Module``; then no row runs live, since
+            rounding decides what a router chooses.
+        ties: experts of a router come in two groups of equal scores.
+        optimizer: "none": gradients of each step are compared; "distributed": several steps of
             Megatron's distributed Adam.
         settings: more fields of Megatron's ``TransformerConfig``.
         ddp: fields of ``DistributedDataParallelConfig``.
+        since: the first Megatron-core that can run the case.
         timeout_s: after which the processes are killed and the case fails.
     """
 
@@ -59,16 +75,27 @@ class Case:
     cp: int = 1
     world: int = 2
     format: str = "bshd"
+    cp_order: str = "zigzag"
+    width: int = 16
+    fp8: str | bool = False
     recompute: str = "none"
     num_layers: int = 2
-    dense: int = 0
+    dense: tuple[int, ...] = ()
+    pattern: str = ""
+    mtp: int = 0
+    captured: str = "decoder"
     microbatches: int = 2
+    forward_only: int = 0
+    rounds: int = 1
     dummy: str = "constant"
     dynamic: bool = False
+    dtype: str = "fp32"
+    ties: bool = False
     optimizer: str = "none"
     settings: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
-    timeout_s: float = 60.0
+    since: tuple[int, int] = (0, 16)
+    timeout_s: float = 120.0
 
     @property
     def dp(self) -> int:
@@ -78,14 +105,41 @@ class Case:
     def schedules(self) -> tuple[str, ...]:
         """Kinds of the schedules that one session runs, one after another."""
         if self.optimizer == "none":
-            return ("forward only", "training")
+            return ("forward only", "training") * self.rounds
         return ("forward only", "training", "forward only", "training", "training")
+
+    def count(self, schedule: int) -> int:
+        """Microbatches of the schedule of this number."""
+        forward_only = self.schedules[schedule] == "forward only"
+        return self.forward_only or self.microbatches if forward_only else self.microbatches
+
+    # --- layers -----------------------------------------------------------------------------------
+
+    @property
+    def depth(self) -> int:
+        """Layers of the decoder; of a hybrid model attention and feed-forward count each."""
+        return len(self.pattern.replace("|", "")) if self.pattern else self.num_layers
+
+    @cached_property
+    def moe_layers(self) -> tuple[int, ...]:
+        """0-based global layers that have a router."""
+        if self.pattern:
+            symbols = self.pattern.replace("|", "")
+            return tuple(layer for layer, symbol in enumerate(symbols) if symbol == "E")
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.dense)
+
+    @cached_property
+    def axis(self) -> tuple[int | None, ...]:
+        """Layer of each position of the captured axis, None: of none that has a router."""
+        if self.captured == "decoder":
+            return tuple(x if x in self.moe_layers else None for x in range(self.depth))
+        return self.moe_layers if self.captured == "moe_only" else (None, *self.moe_layers[::-1])
 
     def recomputed(self, layer: int) -> bool:
         """Whether the backward calls the router of this global layer again."""
         if self.recompute == "block":  # the first layer of each chunk
             return layer % (self.num_layers // (self.pp * self.vpp)) == 0
-        return self.recompute != "none"
+        return self.recompute in ("full", "moe")
 
 
 @dataclass(frozen=True)
@@ -95,7 +149,7 @@ class Trajectory:
     trained: [length] bool, True where the token is a trained target.
     appended: [length] bool, True where the generator put the token there itself.
     missing: the engine returned no routes.
-    routes: [captured, L, K] distinct experts; zeros in dense layers.
+    routes: [captured, L, K] distinct experts; zeros where a position is no MoE layer.
     """
 
     tokens: np.ndarray
@@ -112,19 +166,31 @@ class Trajectory:
             return len(self.tokens)
         return max(int(np.flatnonzero(self.trained)[-1]) - len(self.routes), 0)
 
+    @property
+    def covered(self) -> int:
+        """Positions, from the first, that are replayed or run live."""
+        return len(self.routes) + self.live
 
-def trajectories(case: Case, dp_rank: int, microbatch: int) -> list[Trajectory]:
-    """Two trajectories. Most lack the last token's row; some lack more, and one has none."""
-    generator = np.random.default_rng([17, dp_rank, microbatch])
+
+def trajectories(case: Case, dp_rank: int, microbatch: int, schedule: int) -> list[Trajectory]:
+    """Two trajectories. Most lack the last token's row; some lack more, and one has none.
+
+    Those of each schedule are others: routes of an earlier one would be noticed.
+    """
+    generator = np.random.default_rng([17, dp_rank, microbatch, schedule])
     made = []
     for i in range(2):
-        length = int(generator.integers(6, 13))
+        length = int(generator.integers(6, min(12, case.width) + 1))
         kind = (microbatch + 2 * i + dp_rank) % 4
+        if case.dtype == "bf16":
+            kind = 0
         captured = {0: length - 1, 1: length - 3, 2: length - 1, 3: 0}[kind]
         missing = kind == 3
-        routes = generator.random((captured, case.num_layers, EXPERTS)).argsort(-1)[..., :TOPK]
-        routes[:, : case.dense] = 0
-        trained = np.arange(length) >= 2
+        routes = generator.random((captured, len(case.axis), EXPERTS)).argsort(-1)[..., :TOPK]
+        routes[:, [layer is None for layer in case.axis]] = 0
+        # a head's loss is divided by its targets in the microbatch: with as many in each
+        # trajectory that is what each divides by alone
+        trained = np.arange(length) >= (length - 3 if case.mtp else 2)
         appended = np.zeros(length, bool)
         if kind == 1:
             appended[length - 2 :] = True
@@ -144,23 +210,52 @@ def layout_arguments(
         "tp_rank": tp_rank,
         "cp_size": case.cp,
         "cp_rank": cp_rank,
+        "cp_order": case.cp_order,
         "sequence_parallel": case.tp > 1,
     }
     if not case.dynamic:
         if case.format == "bshd":
-            arguments["padded_lengths"] = [BSHD_TOKENS] * len(given)
+            arguments["padded_lengths"] = [case.width] * len(given)
         else:
-            padded = OracleLayout(**arguments).padded()
+            padded = OracleLayout(**arguments, fp8=case.fp8).padded()
             arguments["padded_lengths"] = [*padded, THD_TOKENS - sum(padded)]
     return arguments
 
 
 def table() -> dict[str, Case]:
-    cases = [
-        *(Case(f"tp2-sp-{r}", tp=2, recompute=r) for r in ("none", "full", "moe")),
+    cases = [*_tensor_parallel(), *_pipelines(), *_interleaved(), *_experts(), *_contexts()]
+    cases += [*_models(), *_optimizers()]
+    # ranks live from case to case: those of one world stand together
+    return {case.name: case for case in sorted(cases, key=lambda case: -case.world)}
+
+
+def _tensor_parallel() -> list[Case]:
+    return [
+        *(Case(f"tp2-sp-{r}", tp=2, recompute=r) for r in ("none", "full", "moe", "core_attn")),
         Case("tp2-sp-thd-full", tp=2, format="thd", recompute="full", dummy="spread"),
+        Case("tp2-sp-thd-fp8-padding-moe", tp=2, format="thd", fp8="delayed", recompute="moe"),
+        # 8 tokens on each rank and 8 experts: a mask of the wrong shape broadcasts
+        *(
+            Case(f"tp2-sp-tokens-equal-experts-{r}", tp=2, width=8, recompute=r, rounds=2)
+            for r in ("none", "full")
+        ),
+        Case("tp2-sp-ties-full", tp=2, ties=True, recompute="full"),
+        Case("tp2-sp-bf16-full", tp=2, dtype="bf16", recompute="full"),
+        Case(
+            "tp2-sp-allgather-moe",
+            tp=2,
+            recompute="moe",
+            settings={"moe_token_dispatcher_type": "allgather"},
+        ),
+        Case("tp4-sp-full", world=4, tp=4, recompute="full"),
+    ]
+
+
+def _pipelines() -> list[Case]:
+    return [
         Case("pp2-none", pp=2, microbatches=5),
         Case("pp2-full", pp=2, microbatches=5, recompute="full"),
+        Case("pp2-rounds-full", pp=2, microbatches=4, forward_only=1, rounds=2, recompute="full"),
         Case(
             "pp2-dynamic-thd-moe",
             pp=2,
@@ -170,30 +265,99 @@ def table() -> dict[str, Case]:
             dynamic=True,
             settings={"variable_seq_lengths": True},
         ),
-        Case("pp2-dense-first-full", pp=2, num_layers=4, dense=2, microbatches=4, recompute="full"),
+        Case(
+            "pp2-dense-first-full",
+            pp=2,
+            num_layers=4,
+            dense=(0, 1),
+            captured="moe_only",
+            microbatches=4,
+            recompute="full",
+        ),
+        Case(
+            "pp2-every-second-layer-full",
+            pp=2,
+            num_layers=4,
+            dense=(1, 3),
+            captured="listed",
+            microbatches=3,
+            recompute="full",
+        ),
+        Case(
+            "pp2-uneven-full",
+            pp=2,
+            num_layers=4,
+            microbatches=3,
+            recompute="full",
+            settings={"num_layers_in_first_pipeline_stage": 1},
+        ),
+        Case(
+            "pp2-embedding-in-split-moe",
+            pp=2,
+            num_layers=3,
+            microbatches=3,
+            recompute="moe",
+            settings={"account_for_embedding_in_pipeline_split": True},
+        ),
+        Case(
+            "pp2-layout-full",
+            pp=2,
+            num_layers=4,
+            microbatches=3,
+            recompute="full",
+            settings={
+                "pipeline_model_parallel_layout": [
+                    ["embedding", "decoder"],
+                    ["decoder", "decoder", "decoder", "loss"],
+                ]
+            },
+        ),
+        Case("pp2-ep2-full", world=4, pp=2, ep=2, microbatches=4, recompute="full"),
+        Case("pp4-full", world=4, pp=4, num_layers=4, microbatches=5, recompute="full"),
+    ]
+
+
+def _interleaved() -> list[Case]:
+    return [
         *(
             Case(f"pp2-vpp2-{r}", pp=2, vpp=2, num_layers=4, microbatches=8, recompute=r)
             for r in ("none", "full", "moe")
+        ),
+        Case(
+            "pp2-vpp2-rounds-full",
+            pp=2,
+            vpp=2,
+            num_layers=4,
+            microbatches=4,
+            forward_only=2,
+            rounds=2,
+            recompute="full",
         ),
         Case(
             "pp2-vpp2-chunk-without-router",
             pp=2,
             vpp=2,
             num_layers=4,
-            dense=1,
+            dense=(0,),
             microbatches=8,
             recompute="full",
         ),
-        *(Case(f"ep2-{r}", ep=2, recompute=r, dummy="spread") for r in ("none", "full", "moe")),
         Case(
-            "ep2-allgather-full",
-            ep=2,
+            "pp2-vpp2-layout-chunk-without-layer",
+            pp=2,
+            vpp=2,
+            num_layers=4,
+            microbatches=4,
             recompute="full",
-            settings={"moe_token_dispatcher_type": "allgather"},
+            settings={
+                "pipeline_model_parallel_layout": [
+                    ["embedding", "decoder"],
+                    ["decoder", "decoder"],
+                    ["decoder"],
+                    ["loss"],
+                ]
+            },
         ),
-        Case("cp2-thd-full", cp=2, format="thd", recompute="full"),
-        Case("cp2-bshd-full", cp=2, recompute="full"),
-        Case("cp2-thd-moe", cp=2, format="thd", recompute="moe", dummy="spread"),
         Case(
             "pp2-vpp2-overlap-full",
             pp=2,
@@ -203,17 +367,189 @@ def table() -> dict[str, Case]:
             recompute="full",
             settings={"overlap_p2p_comm": True},
         ),
+        Case(
+            "pp2-vpp2-groups-of-3-full",
+            pp=2,
+            vpp=2,
+            num_layers=4,
+            microbatches=6,
+            recompute="full",
+            settings={"microbatch_group_size_per_vp_stage": 3},
+        ),
+        Case(
+            "pp2-vpp2-bf16-moe",
+            pp=2,
+            vpp=2,
+            num_layers=4,
+            microbatches=4,
+            dtype="bf16",
+            recompute="moe",
+        ),
         Case("pp2-vpp4-block", pp=2, vpp=4, num_layers=8, microbatches=4, recompute="block"),
         Case(
-            "pp2-uneven-full",
+            "tp2-pp2-vpp2-full",
+            world=4,
+            tp=2,
             pp=2,
+            vpp=2,
             num_layers=4,
-            microbatches=3,
+            microbatches=4,
             recompute="full",
-            settings={"num_layers_in_first_pipeline_stage": 1},
         ),
+    ]
+
+
+def _experts() -> list[Case]:
+    return [
+        *(Case(f"ep2-{r}", ep=2, recompute=r, dummy="spread") for r in ("none", "full", "moe")),
+        Case(
+            "ep2-allgather-full",
+            ep=2,
+            recompute="full",
+            settings={"moe_token_dispatcher_type": "allgather"},
+        ),
+        Case("ep2-ties-moe", ep=2, ties=True, recompute="moe"),
+        Case("ep2-bf16-full", ep=2, dtype="bf16", recompute="full"),
+        Case("ep2-rounds-moe", ep=2, forward_only=1, rounds=2, recompute="moe"),
+        Case("tp2-ep4-etp1-moe", world=4, tp=2, ep=4, etp=1, recompute="moe", dummy="spread"),
+        Case(
+            "pp2-vpp2-ep2-moe",
+            world=4,
+            pp=2,
+            vpp=2,
+            ep=2,
+            num_layers=4,
+            microbatches=4,
+            recompute="moe",
+            dummy="spread",
+        ),
+    ]
+
+
+def _contexts() -> list[Case]:
+    return [
+        Case("cp2-thd-full", cp=2, format="thd", recompute="full"),
+        Case("cp2-bshd-full", cp=2, recompute="full"),
+        Case("cp2-thd-moe", cp=2, format="thd", recompute="moe", dummy="spread"),
+        Case(
+            "cp2-contiguous-thd-full", cp=2, cp_order="contiguous", format="thd", recompute="full"
+        ),
+        Case("cp2-contiguous-bshd-moe", cp=2, cp_order="contiguous", recompute="moe"),
+        Case("cp2-tp2-thd-full", world=4, cp=2, tp=2, format="thd", recompute="full"),
+        Case("cp2-thd-bf16-moe", cp=2, format="thd", dtype="bf16", recompute="moe"),
+        Case(
+            "pp2-vpp2-cp2-thd-full",
+            world=4,
+            pp=2,
+            vpp=2,
+            cp=2,
+            format="thd",
+            num_layers=4,
+            microbatches=4,
+            recompute="full",
+        ),
+        Case("cp2-ep4-full", world=4, cp=2, ep=4, format="thd", recompute="full"),
+    ]
+
+
+def _models() -> list[Case]:
+    """Multi-token prediction and ``HybridModel``."""
+    return [
+        *(Case(f"pp2-mtp-{r}", pp=2, mtp=1, microbatches=4, recompute=r) for r in ("none", "full")),
+        Case("tp2-sp-mtp-full", tp=2, mtp=1, recompute="full"),
+        Case("ep2-mtp2-moe", ep=2, mtp=2, recompute="moe"),
+        Case("tp2-sp-thd-mtp-moe", tp=2, mtp=1, format="thd", recompute="moe"),
+        Case(
+            "pp2-vpp2-mtp-full",
+            pp=2,
+            vpp=2,
+            num_layers=4,
+            mtp=1,
+            microbatches=4,
+            recompute="full",
+        ),
+        Case(
+            "dp2-mtp-distributed-optimizer-full", mtp=1, recompute="full", optimizer="distributed"
+        ),
+        Case(
+            "hybrid-ep2-full",
+            ep=2,
+            pattern="*-*E*E",
+            captured="moe_only",
+            recompute="full",
+            since=(0, 18),
+        ),
+        Case(
+            "hybrid-tp2-sp-moe",
+            tp=2,
+            pattern="*-*E*E",
+            captured="moe_only",
+            recompute="moe",
+            since=(0, 18),
+        ),
+        Case(
+            "hybrid-pp2-vpp2-full",
+            pp=2,
+            vpp=2,
+            pattern="*-|*E|*E|*E",
+            captured="listed",
+            microbatches=4,
+            recompute="full",
+            since=(0, 18),
+        ),
+        Case(
+            "hybrid-cp2-thd-moe",
+            cp=2,
+            format="thd",
+            pattern="*-*E*E",
+            captured="moe_only",
+            recompute="moe",
+            since=(0, 18),
+        ),
+        Case(
+            "hybrid-pp2-bf16-full",
+            pp=2,
+            pattern="*-*E|*E",
+            captured="moe_only",
+            dtype="bf16",
+            recompute="full",
+            since=(0, 18),
+        ),
+        Case(
+            "hybrid-dp2-distributed-optimizer-full",
+            pattern="*-*E*E",
+            captured="moe_only",
+            recompute="full",
+            optimizer="distributed",
+            since=(0, 18),
+        ),
+    ]
+
+
+def _optimizers() -> list[Case]:
+    return [
         Case("dp2-distributed-optimizer-full", recompute="full", optimizer="distributed"),
         Case("ep2-distributed-optimizer-moe", ep=2, recompute="moe", optimizer="distributed"),
+        Case(
+            "cp2-thd-distributed-optimizer-full",
+            cp=2,
+            format="thd",
+            recompute="full",
+            optimizer="distributed",
+        ),
+        Case(
+            "tp2-sp-distributed-optimizer-moe",
+            world=4,
+            tp=2,
+            recompute="moe",
+            optimizer="distributed",
+        ),
+        Case(
+            "dp2-bf16-distributed-optimizer-full",
+            dtype="bf16",
+            recompute="full",
+            optimizer="distributed",
+        ),
         Case(
             "dp2-overlapped-distributed-optimizer-full",
             recompute="full",
@@ -231,22 +567,7 @@ def table() -> dict[str, Case]:
             recompute="full",
             optimizer="distributed",
         ),
-        Case(
-            "tp2-pp2-vpp2-full",
-            world=4,
-            tp=2,
-            pp=2,
-            vpp=2,
-            num_layers=4,
-            microbatches=4,
-            recompute="full",
-        ),
-        Case("cp2-tp2-thd-full", world=4, cp=2, tp=2, format="thd", recompute="full"),
-        Case("pp2-ep2-full", world=4, pp=2, ep=2, microbatches=4, recompute="full"),
-        Case("tp2-ep4-etp1-moe", world=4, tp=2, ep=4, etp=1, recompute="moe", dummy="spread"),
     ]
-    # ranks live from case to case: those of one world stand together
-    return {case.name: case for case in sorted(cases, key=lambda case: -case.world)}
 
 
 CASES = table()

@@ -6,9 +6,11 @@ A case that fails or hangs ends its ranks; the next one starts new ones.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -17,6 +19,18 @@ from typing import Any
 
 START_S = 120.0  # importing Megatron on a busy machine; not part of a case's time
 GRACE_S = 2.0  # for the other ranks, once one has failed
+
+
+def megatron_version() -> tuple[int, ...]:
+    """(0, 19) of 0.19.2: the version that the ranks import; empty if there is none."""
+    if importlib.util.find_spec("megatron") is None:
+        return ()
+    spec = importlib.util.find_spec("megatron.core")  # does not import it
+    assert spec is not None
+    assert spec.origin is not None
+    text = Path(spec.origin).with_name("package_info.py").read_text()
+    found = {name: int(n) for name, n in re.findall(r"^(MAJOR|MINOR) = (\d+)$", text, re.M)}
+    return found["MAJOR"], found["MINOR"]
 
 
 class RankPool:
@@ -30,12 +44,18 @@ class RankPool:
         self._run = 0
 
     def run(
-        self, case: str, world: int, timeout_s: float, fault: str | None = None
+        self,
+        case: str,
+        world: int,
+        timeout_s: float,
+        fault: str | None = None,
+        scenario: str | None = None,
     ) -> list[dict[str, Any]]:
         """Results of every rank.
 
         Args:
             fault: what the last rank does wrong on purpose, see ``worker.py``.
+            scenario: of ``faults.py``; the case is then run after it.
 
         Raises:
             AssertionError: a rank raised, died or did not answer in time; names case and rank.
@@ -44,7 +64,8 @@ class RankPool:
             self.end()
             self._start(world)
         self._run += 1
-        line = json.dumps({"case": case, "run": self._run, "fault": fault}) + "\n"
+        asked = {"case": case, "run": self._run, "fault": fault, "scenario": scenario}
+        line = json.dumps(asked) + "\n"
         for rank in self._ranks:
             assert rank.stdin is not None
             rank.stdin.write(line)

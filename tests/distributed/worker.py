@@ -2,12 +2,14 @@
 
     python tests/distributed/worker.py RANK WORLD FOLDER
 
-Reads a line of JSON a case from its standard input, {"case": name, "run": number, "fault": null},
-joins the other ranks through a file, and leaves FOLDER/RUN-RANK.pkl: what its routers did and how
-far losses and gradients are from one rank's, or the traceback. Ends when its input does.
+Reads a line of JSON a case from its standard input,
+{"case": name, "run": number, "fault": null, "scenario": null}, joins the other ranks through a
+file, and leaves FOLDER/RUN-RANK.pkl: what its routers did and how far losses and gradients are from
+one rank's, or the traceback. Ends when its input does.
 
 A fault is for the tests of the tests, and the last rank's only: "raise" and "hang" in the first
 training schedule, "row" gives one slot of one layer another microbatch's route, "mask" counts pads.
+"raise late" and "bypass" are those of ``faults.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +34,6 @@ from packhorse.replay.cpu_megatron import install_cpu_shims
 from packhorse.replay.layout import TokenLayout
 from packhorse.replay.session import CapturedLayers, ReplayMicrobatch, ReplaySession
 from tests.distributed.cases import (
-    BSHD_TOKENS,
     CASES,
     EXPERTS,
     THD_TOKENS,
@@ -41,37 +42,54 @@ from tests.distributed.cases import (
     layout_arguments,
     trajectories,
 )
-from tests.distributed.reference import (
-    LEARNING_RATE,
-    Reference,
-    ReferenceStep,
+from tests.distributed.faults import bypass, run_scenario
+from tests.distributed.log import RouteLog
+from tests.distributed.models import (
+    all_routers_of,
     build_chunks,
+    mtp_routers_of,
     routers_of,
     slice_like,
     start_ranks,
     whole_name,
 )
+from tests.distributed.reference import LEARNING_RATE, Reference, ReferenceStep
 from tests.oracle import OracleLayout
 
 
 def run_case(case: Case, fault: str | None) -> dict[str, Any]:
     """Everything that the parent compares; plain Python and NumPy."""
+    with prepare(case, fault) as (run, steps):
+        return run.run(steps)
+
+
+@contextlib.contextmanager
+def prepare(
+    case: Case, fault: str | None = None, **groups: Any
+) -> Iterator[tuple[ParallelRun, list[ReferenceStep]]]:
+    """This rank's part of the case and what one rank makes of each schedule.
+
+    Args:
+        groups: more arguments of ``initialize_model_parallel``.
+    """
     from megatron.core import parallel_state
 
     start_ranks()
     reference = Reference(case)
-    steps = [reference.run(kind) for kind in case.schedules]
+    steps = [reference.run(number) for number in range(len(case.schedules))]
     parallel_state.destroy_model_parallel()
+    if case.etp:
+        groups["expert_tensor_parallel_size"] = case.etp
     start_ranks(
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
         context_parallel_size=case.cp,
         expert_model_parallel_size=case.ep,
-        **({"expert_tensor_parallel_size": case.etp} if case.etp else {}),
+        **groups,
     )
     try:
-        return ParallelRun(case, reference, fault).run(steps)
+        yield ParallelRun(case, reference, fault), steps
     finally:
         parallel_state.destroy_model_parallel()
 
@@ -84,8 +102,8 @@ class ParallelRun:
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
-            finalize_model_grads,
         )
+        from megatron.core.transformer.module import Float16Module
 
         self.case, self.fault = case, fault
         self.ranks = {
@@ -96,41 +114,63 @@ class ParallelRun:
             "ep": parallel_state.get_expert_model_parallel_rank(),
         }
         self.bare = build_chunks(case, parallel=True)
+        self.config = config = self.bare[0].config
         self.load(reference.weights)
-        config = self.bare[0].config
-        config.finalize_model_grads_func = finalize_model_grads
+        config.finalize_model_grads_func = self.finalize
         settings = {
             "grad_reduce_in_fp32": True,
             "use_distributed_optimizer": case.optimizer == "distributed",
             **case.ddp,
         }
+        inner = self.bare
+        if case.dtype == "bf16":
+            inner = [Float16Module(config, chunk) for chunk in self.bare]
         self.models = [
             DistributedDataParallel(
                 config=config, ddp_config=DistributedDataParallelConfig(**settings), module=chunk
             )
-            for chunk in self.bare
+            for chunk in inner
         ]
         if case.ddp.get("overlap_grad_reduce"):  # reduce after the last microbatch only
             no_sync = [model.no_sync for model in self.models]
             config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.optimizer = None if case.optimizer == "none" else self.make_optimizer()
-        self.given = [trajectories(case, self.ranks["dp"], m) for m in range(case.microbatches)]
-        arguments = [
-            layout_arguments(case, given, self.ranks["tp"], self.ranks["cp"])
-            for given in self.given
-        ]
-        self.inputs = [
-            make_inputs(given, OracleLayout(**each))
-            for given, each in zip(self.given, arguments, strict=True)
-        ]
-        self.microbatches = [
-            make_microbatch(given, TokenLayout.build(**each), case.dummy)
-            for given, each in zip(self.given, arguments, strict=True)
-        ]
+        self.counted: dict[int, list[float]] = {}
+        captured = {
+            "decoder": CapturedLayers.decoder(case.depth),
+            "moe_only": CapturedLayers.moe_only(),
+            "listed": CapturedLayers.listed(case.axis),
+        }
         self.session = ReplaySession(
             self.models if len(self.models) > 1 else self.models[0],
-            captured_layers=CapturedLayers.decoder(case.num_layers),
+            captured_layers=captured[case.captured],
         )
+
+    def finalize(self, *args: Any, **options: Any) -> None:
+        """Megatron's own; before it, tokens that each expert counted (heads by minus depth)."""
+        from megatron.core.distributed import finalize_model_grads
+
+        self.counted = self.counters()
+        finalize_model_grads(*args, **options)
+
+    def counters(self) -> dict[int, list[float]]:
+        return {
+            layer: router.local_tokens_per_expert.tolist()
+            for chunk in self.bare
+            for layer, router in all_routers_of(chunk).items()
+        }
+
+    def make_data(self, number: int) -> tuple[list[dict[str, Any]], list[ReplayMicrobatch]]:
+        """Model inputs and replayed microbatches of the schedule of this number."""
+        inputs, microbatches = [], []
+        for m in range(self.case.count(number)):
+            given = trajectories(self.case, self.ranks["dp"], m, number)
+            each = layout_arguments(self.case, given, self.ranks["tp"], self.ranks["cp"])
+            made = make_inputs(given, OracleLayout(**each), self.case.mtp > 0)
+            inputs.append(made)
+            layout = layout_of(self.config, each, made.get("packed_seq_params"))
+            microbatches.append(make_microbatch(given, layout, self.case.dummy))
+        return inputs, microbatches
 
     def parameters(self) -> Iterator[tuple[str, Any, Any]]:
         """Name in the whole model, the parameter, and how the whole one is sliced for it."""
@@ -165,15 +205,54 @@ class ParallelRun:
         return get_megatron_optimizer(config, self.models)
 
     def run(self, steps: list[ReferenceStep]) -> dict[str, Any]:
-        schedules = []
-        for kind, step in zip(self.case.schedules, steps, strict=True):
-            schedules.append(self.schedule(kind, step))
+        schedules = [self.schedule(number, step) for number, step in enumerate(steps)]
         return {"ranks": self.ranks, "schedules": schedules}
 
-    def schedule(self, kind: str, step: ReferenceStep) -> dict[str, Any]:
+    def schedule(self, number: int, step: ReferenceStep) -> dict[str, Any]:
+        case, training = self.case, self.case.schedules[number] == "training"
+        inputs, microbatches = self.make_data(number)
+        with RouteLog(self.bare) as log:
+            losses = self.run_schedule(inputs, microbatches, training)
+        gradients = self.compare_gradients(step) if training else {}
+        if training and self.optimizer is not None:
+            assert self.optimizer.step()[0]
+        bias = {
+            layer: float((router.expert_bias - step.expert_bias[layer]).abs().max())
+            for chunk in self.bare
+            for layer, router in all_routers_of(chunk).items()
+        }
+        report = self.session.report()
+        return {
+            "kind": case.schedules[number],
+            "calls": log.calls,
+            "routers": [sorted(routers_of(chunk)) for chunk in self.bare],
+            "heads": [sorted(mtp_routers_of(chunk)) for chunk in self.bare],
+            "losses": losses,
+            "expected_losses": step.losses,
+            "expected_mtp_routes": step.mtp_routes,
+            "changed": step.changed,
+            "gradients": gradients,
+            "bias_error": bias,
+            "counts": self.counted if training else self.counters(),
+            "completed": report.completed,
+            "objects_left": self.objects_left(),
+        }
+
+    def objects_left(self) -> list[int]:
+        return [
+            layer
+            for chunk in self.bare
+            for layer, router in all_routers_of(chunk).items()
+            if router.router_replay is not None
+        ]
+
+    def run_schedule(
+        self, inputs: list[dict[str, Any]], microbatches: list[ReplayMicrobatch], training: bool
+    ) -> list[float]:
+        """One of Megatron's schedules inside one of the session's; losses of a last stage."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        case, training = self.case, kind == "training"
+        case = self.case
         losses: list[float] = []
         for model in self.models:
             model.zero_grad_buffer()
@@ -183,7 +262,7 @@ class ParallelRun:
         def forward_step(data: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
             replayed = self.session.begin(model)
             if self.fault is not None and training:
-                self.do_wrong(replayed.index)
+                self.do_wrong(replayed.index, len(microbatches))
             inputs = dict(next(data))
             trained = inputs.pop("trained")
             output = model(**inputs, padding_mask=replayed.padding_mask)
@@ -195,65 +274,45 @@ class ParallelRun:
 
             return output, loss
 
-        iterators = [iter(list(self.inputs)) for _ in self.models]
+        iterators = [iter(list(inputs)) for _ in self.models]
         many = len(self.models) > 1
         with (
-            RouteLog(self.bare) as log,
-            self.session.schedule(self.microbatches),
+            self.session.schedule(microbatches),
             contextlib.nullcontext() if training else torch.no_grad(),
         ):
             get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iterators if many else iterators[0],
                 model=self.models if many else self.models[0],
-                num_microbatches=case.microbatches,
-                seq_length=BSHD_TOKENS if case.format == "bshd" else THD_TOKENS,
+                num_microbatches=len(microbatches),
+                seq_length=case.width if case.format == "bshd" else THD_TOKENS,
                 micro_batch_size=2 if case.format == "bshd" else 1,
                 forward_only=not training,
             )
-        gradients = self.compare_gradients(step) if training else {}
-        if training and self.optimizer is not None:
-            assert self.optimizer.step()[0]
-        bias = {
-            layer: float((router.expert_bias - step.expert_bias[layer]).abs().max())
-            for chunk in self.bare
-            for layer, router in routers_of(chunk).items()
-        }
-        report = self.session.report()
-        return {
-            "kind": kind,
-            "calls": log.calls,
-            "routers": [sorted(routers_of(chunk)) for chunk in self.bare],
-            "losses": losses,
-            "expected_losses": step.losses,
-            "changed": step.changed,
-            "gradients": gradients,
-            "bias_error": bias,
-            "completed": report.completed,
-            "objects_left": [
-                layer
-                for chunk in self.bare
-                for layer, router in routers_of(chunk).items()
-                if router.router_replay is not None
-            ],
-        }
+        return losses
 
-    def do_wrong(self, microbatch: int) -> None:
-        if self.fault == "raise":
+    def do_wrong(self, microbatch: int, number: int) -> None:
+        """Args:
+        number: microbatches of the schedule.
+        """
+        if self.fault == "raise" or (self.fault == "raise late" and microbatch == 1):
             raise RuntimeError("a fault on purpose")
         if self.fault == "hang":
             time.sleep(3600)
+        if self.fault == "bypass" and microbatch == number - 1:
+            bypass(self)
+        if self.fault not in ("row", "mask"):
+            return
         if microbatch != 1:
             return
         routers = routers_of(self.bare[-1])
         opened = routers[max(routers)].router_replay._open
         if self.fault == "row":
-            opened.targets[2] = (opened.targets[2] + 1) % EXPERTS
-        elif self.fault == "mask":
+            last = opened.targets[-1]  # of the chunk's layers
+            last[2] = (last[2] + 1) % EXPERTS
+        else:
             for mask in opened.padding_masks:
                 mask[:] = False
-        else:
-            raise ValueError(f"no fault {self.fault!r}")
 
     def compare_gradients(self, step: ReferenceStep) -> dict[str, tuple[float, float]]:
         """(largest error, largest expected) of each parameter that DDP holds whole on this rank."""
@@ -267,7 +326,28 @@ class ParallelRun:
         return compared
 
 
-def make_inputs(given: list[Trajectory], layout: OracleLayout) -> dict[str, Any]:
+def layout_of(config: Any, arguments: dict[str, Any], packed: Any) -> TokenLayout:
+    """From Megatron's own state, which must agree with the sizes and ranks of the case."""
+    layout = TokenLayout.from_megatron(
+        arguments["lengths"],
+        config,
+        packed_seq_params=packed,
+        format=arguments["format"],
+        cp_order=arguments["cp_order"],
+        padded_lengths=None if packed is not None else arguments.get("padded_lengths"),
+        device="cpu",
+    )
+    explicit = TokenLayout.build(**arguments)
+    for name in ("lengths", "padded_lengths", "num_tokens", "num_rank_tokens", "cu_seqlens_padded"):
+        assert getattr(layout, name) == getattr(explicit, name), name
+    for name in ("format", "tp_size", "cp_size", "cp_rank", "cp_order", "sequence_parallel"):
+        assert getattr(layout, name) == getattr(explicit, name), name
+    assert layout.tp_rank == explicit.tp_rank
+    assert (layout.cp_group is None) == (layout.cp_size == 1)
+    return layout
+
+
+def make_inputs(given: list[Trajectory], layout: OracleLayout, mtp: bool) -> dict[str, Any]:
     """Model inputs of this rank, slot by slot."""
     slots = layout.slots()
     ids, labels, trained = (np.zeros(len(slots), np.int64) for _ in range(3))
@@ -290,6 +370,8 @@ def make_inputs(given: list[Trajectory], layout: OracleLayout) -> dict[str, Any]
         "trained": to_model(trained.astype(np.float32)),
         "attention_mask": None,
     }
+    if mtp:
+        inputs["loss_mask"] = inputs["trained"]
     if layout.format == "thd":
         from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -317,43 +399,6 @@ def make_microbatch(given: list[Trajectory], layout: TokenLayout, dummy: Any) ->
         missing=[trajectory.missing for trajectory in given],
         dummy=dummy,
     )
-
-
-class RouteLog:
-    """The routing map that each router of Megatron returned, in order of the calls.
-
-    Attributes:
-        calls: (chunk, global layer, recompute, experts of each row).
-    """
-
-    def __init__(self, chunks: list[Any]) -> None:
-        self.calls: list[tuple[int, int, bool, list[list[int]]]] = []
-        self._where = {
-            id(router): (index, layer)
-            for index, chunk in enumerate(chunks)
-            for layer, router in routers_of(chunk).items()
-        }
-
-    def __enter__(self) -> RouteLog:
-        from megatron.core.transformer.moe.router import TopKRouter
-
-        self._original = TopKRouter.routing
-        log = self
-
-        def routing(router: Any, logits: Any, *args: Any, **options: Any) -> Any:
-            probs, routing_map = log._original(router, logits, *args, **options)
-            rows = [row.nonzero().flatten().tolist() for row in routing_map]
-            recompute = torch._C._current_graph_task_id() != -1
-            log.calls.append((*log._where[id(router)], recompute, rows))
-            return probs, routing_map
-
-        TopKRouter.routing = routing
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        from megatron.core.transformer.moe.router import TopKRouter
-
-        TopKRouter.routing = self._original
 
 
 # --- the process ----------------------------------------------------------------------------------
@@ -385,7 +430,13 @@ def serve(rank: int, world: int, folder: Path) -> None:
             "gloo", init_method=f"file://{folder}/store-{run}", rank=rank, world_size=world
         )
         try:
-            result = {"result": run_case(CASES[asked["case"]], fault)}
+            case = CASES[asked["case"]]
+            if asked["scenario"]:
+                store = f"file://{folder}/store-{run}-again"
+                made = run_scenario(asked["scenario"], case, rank == world - 1, store)
+            else:
+                made = run_case(case, fault)
+            result = {"result": made}
         except BaseException:
             result = {"error": traceback.format_exc()}
         partial = folder / f"{run}-{rank}.partial"
