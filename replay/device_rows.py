@@ -69,9 +69,15 @@ class MicrobatchRows:
         )
 
     def gather_targets(
-        self, positions: Sequence[int], *, num_experts: int, topk: int, ep_size: int
+        self,
+        positions: Sequence[int],
+        *,
+        num_experts: int,
+        topk: int,
+        ep_size: int,
+        dtype: torch.dtype = torch.int32,
     ) -> Tensor:
-        """[J, T, K] int32: experts of the layers at these ``positions`` of the captured axis."""
+        """[J, T, K] ``dtype``: experts of the layers at these ``positions`` of the axis."""
         routes = self.microbatch.routes
         assert routes is not None
         values, layers = routes.values, _as_range(positions)
@@ -84,6 +90,7 @@ class MicrobatchRows:
             self.row_ids,
             layers,
             num_experts=num_experts,
+            dtype=dtype,
             dummy=self.microbatch.dummy,
             ep_size=ep_size,
             spread_offset=spread_offset(self.microbatch.layout, topk) if spread else 0,

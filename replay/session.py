@@ -17,6 +17,7 @@ E experts. Megatron-core 0.16.1 to 0.19.2.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from packhorse._nvtx import ranged, ranged_methods
 from packhorse.replay import routers as _routers
 from packhorse.replay.agreement import Agreement
-from packhorse.replay.aux_loss import has_losses, install_loss_shim
+from packhorse.replay.aux_loss import install_loss_shim
 from packhorse.replay.device_rows import MicrobatchRows
 from packhorse.replay.expert_bias import install_expert_bias_shim
 from packhorse.replay.host import is_int
@@ -387,35 +388,32 @@ class _Schedule:
 
     def install(self) -> None:
         """Put the objects on the routers; on failure nothing stays."""
-        placed: list[tuple[Any, RouterTargets]] = []
+        placed: list[tuple[Any, RouterTargets, bool]] = []
         for chunk, targets, mtp in zip(self._chunks, self._targets, self._mtp, strict=True):
-            placed += zip((router.module for router in chunk.routers), targets, strict=True)
-            placed += zip((r.module for r in chunk.masked_mtp_routers), mtp, strict=True)
-        for module, target in placed:
+            routers = [*chunk.routers, *chunk.masked_mtp_routers]
+            for router, target in zip(routers, [*targets, *mtp], strict=True):
+                placed.append((router.module, target, chunk.has_losses))
+        for module, target, _ in placed:
             if isinstance(module.router_replay, RouterTargets):
                 raise ValueError(
                     f"{_NAME}.schedule: {target.name} is held by another open schedule"
                 )
         try:
-            if any(module.enable_expert_bias for module, _ in placed):
+            if any(module.enable_expert_bias for module, _, _ in placed):
                 self._undo.append(install_expert_bias_shim())
-            for module, target in placed:
-                self._place(module, target)
+            for module, target, has_losses in placed:
+                self._place(module, target, has_losses)
         except BaseException:
             self.uninstall()
             raise
 
-    def _place(self, module: Any, target: RouterTargets) -> None:
-        before = module.router_replay
-
-        def restore() -> None:
-            module.router_replay = before
-
+    def _place(self, module: Any, target: RouterTargets, has_losses: bool) -> None:
         target.layer_number = module.layer_number
-        self._undo.append(restore)
-        module.router_replay = target
-        self._undo.append(module.register_forward_pre_hook(target.check_input).remove)
-        if has_losses(module):
+        self._undo.append(functools.partial(_put_replay, module, module.router_replay))
+        _put_replay(module, target)
+        if target.layer == 0 and not target.is_mtp:  # a chunk's routers see the same rows
+            self._undo.append(module.register_forward_pre_hook(target.check_input).remove)
+        if has_losses:
             live = self._live_aux_loss
             self._undo.append(install_loss_shim(module, target, live_aux_loss=live))
 
@@ -457,6 +455,7 @@ class _Schedule:
                 num_experts=chunk.num_experts,
                 topk=chunk.topk,
                 ep_size=chunk.config.expert_model_parallel_size,
+                dtype=_ids_dtype(chunk),
             )
         compared = None
         if self._sample is not None and ids is not None:
@@ -466,7 +465,14 @@ class _Schedule:
             )
         masks, has_rows = (rows.padding_mask,), (rows.any_covered(),)
         opened = OpenMicrobatch(
-            index, ids, rows.live_rows, masks, has_rows, shape, wants_grad, compared
+            index,
+            None if ids is None else ids.unbind(0),
+            rows.live_rows,
+            masks,
+            has_rows,
+            shape,
+            wants_grad,
+            compared,
         )
         for target in targets:
             target.open(opened)
@@ -536,6 +542,13 @@ class _Schedule:
         )
 
 
+def _put_replay(module: Any, replay: Any) -> None:
+    if "router_replay" in vars(module):  # past nn.Module's own setter, which is slow
+        vars(module)["router_replay"] = replay
+    else:
+        module.router_replay = replay
+
+
 def _make_targets(chunk: Chunk, router: LocatedRouter, layer: int = 0) -> RouterTargets:
     return RouterTargets(
         router_name(chunk.index, router),
@@ -544,6 +557,12 @@ def _make_targets(chunk: Chunk, router: LocatedRouter, layer: int = 0) -> Router
         topk=router.module.topk,
         is_mtp=router.is_mtp,
     )
+
+
+def _ids_dtype(chunk: Chunk) -> torch.dtype:
+    """Autograd keeps an int64 copy of each router's ids for the backward, so that is what is made;
+    under recompute only the ids themselves stay from one pass to the other."""
+    return torch.int64 if chunk.config.recompute_granularity is None else torch.int32
 
 
 def _mtp_depths(router: LocatedRouter) -> Sequence[int]:

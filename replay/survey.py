@@ -75,6 +75,7 @@ class Chunk:
     num_experts: int
     topk: int
     scatters_mask: bool
+    has_losses: bool  # its routers compute losses of their own
 
 
 class Survey:
@@ -158,6 +159,7 @@ class Survey:
                     num_experts=num_experts,
                     topk=topk,
                     scatters_mask=_routers.scatters_padding_mask(module),
+                    has_losses=any(has_losses(router.module) for router in found),
                 )
             )
         if not any(chunk.config.num_moe_experts for chunk in chunks):

@@ -38,8 +38,8 @@ class OpenMicrobatch:
 
     Attributes:
         index: of the microbatch in the schedule.
-        targets: [J, T, K] int32 ids on the routers' device, one layer a router, or None: every row
-            runs live.
+        targets: J views [T, K] int32 or int64 on the routers' device, one layer a router, or None:
+            every row runs live.
         live_rows: [T] bool, True where the router's own choice stands; None: nowhere.
         padding_masks: [T] bool (True = padding), one for each call that a router makes in one
             microbatch: one, but for a repeated MTP layer.
@@ -51,7 +51,7 @@ class OpenMicrobatch:
     """
 
     index: int
-    targets: Tensor | None
+    targets: tuple[Tensor, ...] | None
     live_rows: Tensor | None
     padding_masks: tuple[Tensor, ...]
     has_rows: tuple[bool, ...]
@@ -184,19 +184,27 @@ class RouterTargets:
     ) -> tuple[Tensor, Tensor]:
         """Scores [T, K] and ids [T, K] int64 for ``scores`` [T, E]; what Megatron calls."""
         assert default_compute_topk is not None
-
-        def choose(values: Tensor) -> tuple[Tensor, Tensor]:
-            return default_compute_topk(values, topk, num_groups, group_topk)
-
-        answer = self._recall() if in_backward() else self._answer(scores, choose)
-        self._check_call(scores, topk, answer)
+        if in_backward():
+            answer = self._recall()
+            self._check_call(scores, topk, answer)
+        else:
+            answer = self._answer(scores, topk, num_groups, group_topk, default_compute_topk)
         self.answer = answer
-        if answer.topk_ids is None:
-            return choose(scores)
-        topk_ids = answer.topk_ids.long()
+        topk_ids = answer.topk_ids
+        if topk_ids is None:
+            return default_compute_topk(scores, topk, num_groups, group_topk)
+        if topk_ids.dtype is not torch.int64:
+            topk_ids = topk_ids.long()
         return scores.gather(1, topk_ids), topk_ids
 
-    def _answer(self, scores: Tensor, choose: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Answer:
+    def _answer(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        compute_topk: Callable[..., tuple[Tensor, Tensor]],
+    ) -> Answer:
         opened = self._open
         if opened is None:
             raise ValueError(
@@ -211,20 +219,26 @@ class RouterTargets:
         mask, has_rows = opened.padding_masks[self._calls], opened.has_rows[self._calls]
         self._calls += 1
         self.asked += 1
-        self._check_rows(scores, mask)
+        if scores.shape != (mask.shape[0], self.num_experts) or topk != self.topk:
+            self._refuse_call(scores, topk, mask.shape[0])
+        if scores.device != mask.device:
+            raise ValueError(
+                f"{self._where()}: the router is on {scores.device}, the layout on {mask.device}"
+            )
         if self.is_mtp:
-            answer = Answer(None, mask, None, replays=False, has_rows=has_rows)
+            answer = Answer(None, mask, None, False, has_rows)
         elif opened.targets is None:
-            chosen = choose(scores.detach())[1]
-            answer = Answer(chosen, mask, None, replays=False, has_rows=has_rows)
+            chosen = compute_topk(scores.detach(), topk, num_groups, group_topk)[1]
+            answer = Answer(chosen, mask, None, False, has_rows)
         else:
             topk_ids, live_rows = opened.targets[self.layer], opened.live_rows
             if live_rows is not None or opened.compared_rows is not None:
-                chosen = choose(scores.detach())[1].to(topk_ids.dtype)
+                chosen = compute_topk(scores.detach(), topk, num_groups, group_topk)[1]
+                chosen = chosen.to(topk_ids.dtype)
                 self._compare(chosen, topk_ids, opened.compared_rows)
                 if live_rows is not None:
                     topk_ids = torch.where(live_rows[:, None], chosen, topk_ids)
-            answer = Answer(topk_ids, mask, live_rows, replays=True, has_rows=has_rows)
+            answer = Answer(topk_ids, mask, live_rows, True, has_rows)
         if opened.wants_grad and not torch.is_grad_enabled():
             self._remember(opened.index, answer)
         return answer
@@ -278,24 +292,20 @@ class RouterTargets:
         index = self._open.index if self._open is not None else "?"
         return f"ReplaySession: {self.name}, microbatch {index}"
 
-    def _check_rows(self, scores: Tensor, mask: Tensor) -> None:
-        if scores.shape[0] != mask.shape[0]:
-            raise ValueError(
-                f"{self._where()}: the router holds {scores.shape[0]} tokens, the layout"
-                f" {mask.shape[0]}"
-            )
-        if scores.device != mask.device:
-            raise ValueError(
-                f"{self._where()}: the router is on {scores.device}, the layout on {mask.device}"
-            )
-
-    def _check_call(self, scores: Tensor, topk: int, answer: Answer) -> None:
+    def _refuse_call(self, scores: Tensor, topk: int, num_rows: int) -> None:
         if scores.dim() != 2 or scores.shape[1] != self.num_experts or topk != self.topk:
             raise ValueError(
                 f"ReplaySession: {self.name} was called with scores {tuple(scores.shape)} and"
                 f" topk={topk}; it had {self.num_experts} experts and topk={self.topk} at the"
                 " start of the schedule"
             )
+        raise ValueError(
+            f"{self._where()}: the router holds {scores.shape[0]} tokens, the layout {num_rows}"
+        )
+
+    def _check_call(self, scores: Tensor, topk: int, answer: Answer) -> None:
+        if scores.dim() != 2 or scores.shape[1] != self.num_experts or topk != self.topk:
+            self._refuse_call(scores, topk, scores.shape[0])
         if answer.topk_ids is not None and answer.topk_ids.shape != (scores.shape[0], topk):
             raise ValueError(
                 f"ReplaySession: {self.name} recomputes {scores.shape[0]} tokens, its first pass"

@@ -135,8 +135,8 @@ def test_only_the_chunks_own_layers_are_widened():
     with RouteLog() as log, session.schedule([batch.microbatch]):
         step = session.begin(model)
         targets = routers_of(model)[0].router_replay._open.targets
-        assert targets.dtype == torch.int32
-        assert targets.untyped_storage().nbytes() == 2 * 12 * helpers.TOPK * 4
+        assert [part.dtype for part in targets] == [torch.int64] * 2
+        assert targets[0].untyped_storage().nbytes() == 2 * 12 * helpers.TOPK * 8
         model(**batch.inputs, padding_mask=step.padding_mask)
     assert_replayed(log, model, [batch], positions=(4, 5))
 
