@@ -2,6 +2,10 @@
 
 import contextlib
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +30,7 @@ from tests.megatron.helpers import (
     run_schedule,
 )
 
+ROOT = Path(__file__).parents[2]
 KINDS = ["aux_loss", "seq_aux_loss", "global_aux_loss"]
 COEFFICIENT = 0.25
 
@@ -529,3 +534,35 @@ def test_mtp_heads_balance_over_their_real_tokens():
     counts, sums, tokens = balance(scores, rows)
     wanted = COEFFICIENT * EXPERTS * float(counts @ sums) / (TOPK * tokens**2)
     assert any(math.isclose(loss, wanted, rel_tol=1e-5) for loss in log.losses)
+
+
+# --- two ranks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_with_half_of_the_rows_each_add_up_to_one_that_has_all(kind, tmp_path):
+    """Over the group that Megatron sums tokens over (TP x CP; with DP for "global_aux_loss"): the
+    parts of the loss and the gradients of the rows are those of one rank; live rows and padding
+    on one side more than on the other."""
+    outs = [tmp_path / f"{rank}.pt" for rank in range(2)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.megatron.loss_worker", str(rank),
+             str(tmp_path / "store"), str(out), kind],
+            cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank, out in enumerate(outs)
+    ]  # fmt: skip
+    try:
+        printed = [process.communicate(timeout=300)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], printed
+    parts = [torch.load(out) for out in outs]
+    (alone,), gradient = parts[0]["alone"]
+    assert sum(part["joined"][0][0] for part in parts) == pytest.approx(alone, rel=1e-5)
+    joined = torch.cat([part["joined"][1] for part in parts])
+    torch.testing.assert_close(joined, gradient, rtol=1e-4, atol=1e-7)
+    assert gradient.any()
