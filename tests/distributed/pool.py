@@ -17,8 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-START_S = 120.0  # importing Megatron on a busy machine; not part of a case's time
+START_S = 240.0  # importing Megatron on a busy machine; not part of a case's time
 GRACE_S = 2.0  # for the other ranks, once one has failed
+RUNS = 12  # cases of one set of ranks: gloo's threads of groups that are gone stay, and spin
 
 
 def megatron_version() -> tuple[int, ...]:
@@ -41,7 +42,7 @@ class RankPool:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._ranks: list[subprocess.Popen] = []
-        self._run = 0
+        self._run = self._started_at = 0
 
     def run(
         self,
@@ -60,9 +61,12 @@ class RankPool:
         Raises:
             AssertionError: a rank raised, died or did not answer in time; names case and rank.
         """
-        if len(self._ranks) != world or any(rank.poll() is not None for rank in self._ranks):
+        spent = self._run - self._started_at >= RUNS
+        gone = any(rank.poll() is not None for rank in self._ranks)
+        if len(self._ranks) != world or gone or spent:
             self.end()
             self._start(world)
+            self._started_at = self._run
         self._run += 1
         asked = {"case": case, "run": self._run, "fault": fault, "scenario": scenario}
         line = json.dumps(asked) + "\n"

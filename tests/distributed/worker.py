@@ -15,6 +15,7 @@ training schedule, "row" gives one slot of one layer another microbatch's route,
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import pickle
@@ -444,6 +445,7 @@ def serve(rank: int, world: int, folder: Path) -> None:
         partial.rename(folder / f"{run}-{rank}.pkl")
         if "error" in result:
             return  # its peers may wait for it: the parent ends them
+        gc.collect()  # models in cycles hold groups, and a group holds threads
         dist.destroy_process_group()
 
 
