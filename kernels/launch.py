@@ -112,8 +112,11 @@ class Launcher:
         first: Any = args[0]
         tensors: Any = args[: self._num_pointers]
         scalars: Any = args[self._num_pointers :]
-        # a bool would be compiled as one bit, and NumPy's integers not at all
-        scalars = [s if type(s) is int else int(operator.index(s)) for s in scalars]
+        for scalar in scalars:
+            if type(scalar) is not int:
+                # a bool would be compiled as one bit, and NumPy's integers not at all
+                scalars = [int(operator.index(s)) for s in scalars]
+                break
         if not first.is_cuda:
             self.kernel[grid](*tensors, *scalars, *constants, num_warps=num_warps)
             return
@@ -122,23 +125,48 @@ class Launcher:
             with torch.cuda.device(device):
                 self(grid, args, constants, num_warps)
             return
-        addresses = [None if t is None else t.data_ptr() for t in tensors]
-        key = (
-            device,
-            num_warps,
-            constants,
-            tuple([None if t is None else t.dtype for t in tensors]),
-            # what Triton specialises on: which pointers are aligned, which scalars need 64 bits
-            tuple([a is None or a & 15 == 0 for a in addresses]),
-            tuple([_INT32_MIN <= scalar <= _INT32_MAX for scalar in scalars]),
-        )
+        key, addresses = _specialisation(device, tensors, scalars, constants, num_warps)
         launch = self._compiled.get(key)
-        if launch is None or _is_hooked():
+        if launch is None or is_hooked():
             compiled = self.kernel[grid](*tensors, *scalars, *constants, num_warps=num_warps)
             self._compiled[key] = _direct_launch(compiled)
             return
         stream = torch._C._cuda_getCurrentRawStream(device)
         launch((*grid, 1, 1)[:3], stream, (*addresses, *scalars, *constants))
+
+    def compiled_for(
+        self, args: tuple[Any, ...], constants: tuple[Any, ...] = (), num_warps: int = 4
+    ) -> Callable[[tuple[int, int, int], int, tuple[Any, ...]], None] | None:
+        """What a call with such ``args`` ends in, for ``(grid, stream, addresses, scalars and
+        constants)``; None before the first such call, where it is not known, or under a hook. Its
+        caller answers for arguments that stay what they are compiled for, and for the device."""
+        tensors, scalars = args[: self._num_pointers], args[self._num_pointers :]
+        key, _ = _specialisation(args[0].get_device(), tensors, scalars, constants, num_warps)
+        return None if is_hooked() else self._compiled.get(key)
+
+
+def _specialisation(
+    device: int, tensors: Any, scalars: Any, constants: tuple[Any, ...], num_warps: int
+) -> tuple[tuple[Any, ...], list[int | None]]:
+    """What Triton compiles for: dtypes, which pointers are aligned, which scalars need 64 bits; and
+    the addresses."""
+    parts: list[Any] = [device, num_warps, constants]
+    addresses: list[int | None] = []
+    union = 0
+    for tensor in tensors:
+        if tensor is None:
+            parts.append(None)
+            addresses.append(None)
+        else:
+            address = tensor.data_ptr()
+            parts.append(tensor.dtype)
+            addresses.append(address)
+            union |= address
+    if union & 15:
+        parts.append(tuple([a is None or a & 15 == 0 for a in addresses]))
+    if scalars and (min(scalars) < _INT32_MIN or max(scalars) > _INT32_MAX):
+        parts.append(("wide", *[_INT32_MIN <= s <= _INT32_MAX for s in scalars]))
+    return tuple(parts), addresses
 
 
 def _direct_launch(compiled: Any) -> Callable[[tuple[int, ...], int, tuple[Any, ...]], None] | None:
@@ -160,7 +188,7 @@ def _direct_launch(compiled: Any) -> Callable[[tuple[int, ...], int, tuple[Any, 
     return direct
 
 
-def _is_hooked() -> bool:
+def is_hooked() -> bool:
     """Whether something, such as a profiler of Triton's, asked to see each launch."""
     if _RUNTIME is None:
         return False

@@ -14,8 +14,9 @@ up to the capacity are right.
 Two launches. The first sums the widths of blocks of BLOCK_M slots and of groups of blocks. In the
 second, program b < used_blocks writes the offsets of block b and its first SPAN ids; the others
 share out the further spans, so that a row of the whole vocabulary among rows of two is copied by as
-many programs as it has spans, and then the end of the buffer. A position finds its slot among the
-stops of its block, a quarter of them a step.
+many programs as it has spans, and then the end of the buffer. Where the rows of a block are one run
+of ``token_ids``, as those of a trajectory are, it is copied as one; else each position counts the
+rows that begin at or before it.
 
 Sizes: N rows, M row ids, C width. Offsets are int64: 14,000 rows of a vocabulary of 152,000 ids
 pass 2**31, and a row's 8 bytes are few beside its ids. Any M and any total work; a row that is
@@ -132,9 +133,9 @@ def _copy_support_rows_kernel(
     row_offsets_ptr,  # [N + 1] int64
     row_ids_ptr,  # [M] int64
     sums_ptr,  # as above
-    shifts_ptr,  # [programs, BLOCK_M] int64: what turns a position of the block, of each slot, into
-    #              one of token_ids
-    stops_ptr,  # [programs, BLOCK_M] int32: the position where each slot stops
+    shifts_ptr,  # [programs, BLOCK_M] int64: of each row with an id, where its first one is in
+    #              token_ids, less its position in the block
+    marks_ptr,  # [programs, SPAN] int8: 1 where a row begins
     out_ptr,  # [capacity] int32
     out_offsets_ptr,  # [M + 1] int64
     num_ids,  # M
@@ -143,9 +144,9 @@ def _copy_support_rows_kernel(
     capacity,
     BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    LOG4_BLOCK_M: tl.constexpr,  # rounded down
-    CHUNK: tl.constexpr,  # positions at once
-    SPAN: tl.constexpr,  # positions of a program, a multiple of CHUNK
+    SPAN: tl.constexpr,  # positions of a program
+    CHUNK: tl.constexpr,  # of them at once, where each has to find its row
+    RUN: tl.constexpr,  # and where all are one run
     BLOCK_G: tl.constexpr,  # groups read at once
 ):
     program = tl.program_id(0)
@@ -156,15 +157,14 @@ def _copy_support_rows_kernel(
     if program < used_blocks:
         block = program
         group = program // BLOCKS
-        for first in range(0, group, BLOCK_G):
-            earlier = first + lanes < group
-            begin += tl.sum(tl.load(sums_ptr + first + lanes, mask=earlier, other=0))
+        groups_before = group
     else:
         # the span of this ordinal among all but the first of each block
         span += program - used_blocks
         seen = begin
         passed = begin
         group = program - program
+        groups_before = group
         for first in range(0, num_groups, BLOCK_G):
             there = first + lanes < num_groups
             sums = tl.load(sums_ptr + first + lanes, mask=there, other=0)
@@ -182,13 +182,16 @@ def _copy_support_rows_kernel(
             block += tl.sum(earlier.to(tl.int32))
             span += 1 - tl.sum(tl.where(earlier, sums // SPAN, 0))
     if group < num_groups:
-        sums = tl.load(sums_ptr + 2 * num_groups + group * BLOCKS + members)
-        begin += tl.sum(tl.where(members < block % BLOCKS, sums, 0))
         local = tl.arange(0, BLOCK_M)
         slots = block.to(tl.int64) * BLOCK_M + local
         rows = tl.load(row_ids_ptr + slots, mask=slots < num_ids, other=-1)
         begins = tl.load(row_offsets_ptr + rows, mask=rows >= 0, other=0)
         ends = tl.load(row_offsets_ptr + rows + 1, mask=rows >= 0, other=0)
+        for first in range(0, groups_before, BLOCK_G):
+            earlier = first + lanes < groups_before
+            begin += tl.sum(tl.load(sums_ptr + first + lanes, mask=earlier, other=0))
+        sums = tl.load(sums_ptr + 2 * num_groups + group * BLOCKS + members)
+        begin += tl.sum(tl.where(members < block % BLOCKS, sums, 0))
         counts = (ends - begins).to(tl.int32)
         stops = tl.cumsum(counts)
         total = tl.sum(counts)
@@ -196,41 +199,49 @@ def _copy_support_rows_kernel(
             tl.store(out_offsets_ptr + 1 + slots, begin + stops, mask=slots < num_ids)
             if block == 0:
                 tl.store(out_offsets_ptr, begin)
-        shifts_ptr += program.to(tl.int64) * BLOCK_M
-        stops_ptr += program.to(tl.int64) * BLOCK_M
-        tl.store(shifts_ptr + local, begins - (stops - counts))
-        tl.store(stops_ptr + local, stops)
-        tl.debug_barrier()  # other threads of the program read them
+        used = counts > 0
+        shifts = begins - (stops - counts)
+        least = tl.min(tl.where(used, shifts, 1 << 62))
+        most = tl.max(tl.where(used, shifts, -(1 << 62)))
         position = (span * SPAN).to(tl.int32)
         end = tl.minimum(total, position + SPAN)
-        while position < end:
-            # the slot of a position: how many slots of the block stop at or before it
-            place = position + tl.arange(0, CHUNK)
-            slot = tl.zeros([CHUNK], dtype=tl.int32)
-            for i in tl.static_range(LOG4_BLOCK_M):
-                step = BLOCK_M >> (2 * i + 2)
-                first_stop = tl.load(stops_ptr + slot + (step - 1))
-                second_stop = tl.load(stops_ptr + slot + (2 * step - 1))
-                third_stop = tl.load(stops_ptr + slot + (3 * step - 1))
-                passed_stops = (first_stop <= place).to(tl.int32)
-                passed_stops += (second_stop <= place).to(tl.int32)
-                passed_stops += (third_stop <= place).to(tl.int32)
-                slot += step * passed_stops
-            if BLOCK_M == 2 << (2 * LOG4_BLOCK_M):
-                slot += (tl.load(stops_ptr + slot) <= place).to(tl.int32)
-            shift = tl.load(shifts_ptr + slot)
-            out = begin + place
-            wanted = (place < end) & (out < capacity)
-            ids = tl.load(token_ids_ptr + shift + place, mask=wanted, other=0)
-            tl.store(out_ptr + out, ids, mask=wanted)
-            position += CHUNK
+        if least >= most:
+            # the rows of the block are one run of token_ids
+            end = tl.maximum(tl.minimum(capacity - begin, end), 0).to(tl.int32)
+            lane = tl.arange(0, RUN)
+            while position < end:
+                wanted = lane < end - position
+                ids = tl.load(token_ids_ptr + (least + position) + lane, mask=wanted, other=0)
+                tl.store(out_ptr + (begin + position) + lane, ids, mask=wanted)
+                position += RUN
+        else:
+            # the row of a position: how many rows with an id begin at or before it
+            shifts_ptr += program.to(tl.int64) * BLOCK_M
+            marks_ptr += program.to(tl.int64) * SPAN
+            tl.store(marks_ptr + tl.arange(0, SPAN), tl.zeros([SPAN], dtype=tl.int8))
+            tl.store(shifts_ptr + tl.cumsum(used.to(tl.int32)) - 1, shifts, mask=used)
+            tl.debug_barrier()  # other threads of the program write and read them
+            begun = used & (stops > position) & (stops - counts < position + SPAN)
+            at = tl.maximum(stops - counts - position, 0)
+            tl.store(marks_ptr + at, tl.full([BLOCK_M], 1, dtype=tl.int8), mask=begun)
+            tl.debug_barrier()
+            seen = tl.sum((used & (stops <= position)).to(tl.int32)) - 1
+            chunk = tl.arange(0, CHUNK)
+            while position < end:
+                marks = tl.load(marks_ptr + chunk).to(tl.int32)
+                place = position + chunk
+                wanted = (place < end) & (begin + place < capacity)
+                shift = tl.load(shifts_ptr + seen + tl.cumsum(marks), mask=wanted, other=0)
+                ids = tl.load(token_ids_ptr + shift + place, mask=wanted, other=0)
+                tl.store(out_ptr + begin + place, ids, mask=wanted)
+                seen += tl.sum(marks)
+                marks_ptr += CHUNK
+                position += CHUNK
     else:
         # past the last id: ``begin`` is the total
         for first in range(0, SPAN, CHUNK):
-            lane = first + tl.arange(0, CHUNK)
-            out = begin + span * SPAN + lane
-            ids = tl.full([CHUNK], -1, dtype=tl.int32)
-            tl.store(out_ptr + out, ids, mask=(lane < SPAN) & (out < capacity))
+            out = begin + span * SPAN + first + tl.arange(0, CHUNK)
+            tl.store(out_ptr + out, tl.full([CHUNK], -1, dtype=tl.int32), mask=out < capacity)
 
 
 @triton.jit(
@@ -269,11 +280,12 @@ _launch_sum_support_rows = Launcher(_sum_support_rows_kernel)
 _launch_copy_support_rows = Launcher(_copy_support_rows_kernel)
 _launch_pad_support_rows = Launcher(_pad_support_rows_kernel)
 
-_BLOCK_M = 128  # slots of a block
-_BLOCKS = 8  # of a group
+_BLOCK_M = 256  # slots of a block
+_BLOCKS = 4  # of a group
 _BLOCK_G = 256  # groups read at once
-_CHUNK = 512
 _SPAN = 4096  # ids that a program copies
+_CHUNK = 512  # of them at once
+_RUN = 2048
 _BLOCK_U = 512
 
 
@@ -293,7 +305,7 @@ def _gather_ragged_support_cuda(
     num_sums = num_groups * (2 + _BLOCKS)
     scratch = row_offsets.new_empty(num_sums + programs * _BLOCK_M)
     sums, shifts = scratch[:num_sums], scratch[num_sums:]
-    stops = token_ids.new_empty(programs * _BLOCK_M)
+    marks = token_ids.new_empty(programs * _SPAN, dtype=torch.int8)
     _launch_sum_support_rows(
         (num_groups,),
         (row_offsets, row_ids, sums, num_ids, num_groups),
@@ -302,10 +314,10 @@ def _gather_ragged_support_cuda(
     _launch_copy_support_rows(
         (programs,),
         (
-            token_ids, row_offsets, row_ids, sums, shifts, stops, out, out_offsets, num_ids,
+            token_ids, row_offsets, row_ids, sums, shifts, marks, out, out_offsets, num_ids,
             num_groups, used_blocks, capacity,
         ),
-        (_BLOCKS, _BLOCK_M, (_BLOCK_M.bit_length() - 1) // 2, _CHUNK, _SPAN, _BLOCK_G),
+        (_BLOCKS, _BLOCK_M, _SPAN, _CHUNK, _RUN, _BLOCK_G),
     )  # fmt: skip
     return out, out_offsets
 

@@ -39,7 +39,7 @@ from packhorse.replay.layout_checks import (
     place_columns,
     support_starts,
 )
-from packhorse.replay.staging import staged, to_device
+from packhorse.replay.staging import Staged, staged, to_device
 
 
 class RankRoutes(NamedTuple):
@@ -348,9 +348,9 @@ class TokenLayout:
         ep_size: int = 1,
         spread_offset: int = 0,
     ) -> RankRoutes:
-        """What this rank's routers take of captured routes: one copy from the host, two kernels.
+        """What this rank's routers take of captured routes: one table from the host, three kernels.
 
-        "spread" counts the missing rows in two more; a list of layers that is no run is copied too.
+        "spread" counts the missing rows in two more; a list of layers that is no run is sent too.
 
         Args:
             routes: [N, L, K] uint8, int16 or int32 rows on the layout's device, each trajectory's
@@ -383,10 +383,10 @@ class TokenLayout:
         width = self._padded.size
         table = np.zeros((3, width), np.int64)
         table[1] = self._padded
-        array, host = staged(self._host_offsets.size + table.size, self.device)
-        array[: self._host_offsets.size] = self._host_offsets
-        array[self._host_offsets.size :][: table.size] = table.reshape(-1)
-        return self._row_ids_of(host)
+        memory = staged(self._host_offsets.size + table.size, self.device)
+        memory.array[: self._host_offsets.size] = self._host_offsets
+        memory.array[self._host_offsets.size :][: table.size] = table.reshape(-1)
+        return self._row_ids_of(memory)
 
     # --- dense batches ----------------------------------------------------------------------------
 
@@ -511,10 +511,11 @@ class TokenLayout:
                     f" rows begin at position {first[i]}"
                 )
         width, num_offsets = self._padded.size, self._host_offsets.size
-        array, host = staged(num_offsets + 3 * width, self.device)
+        memory = staged(num_offsets + 3 * width, self.device)
+        array = memory.array
         self._write_segments(name, array[num_offsets : num_offsets + 3 * width], counts, first)
         array[:num_offsets] = self._host_offsets
-        return self._row_ids_of(host, next_token=next_token, slice=slice)
+        return self._row_ids_of(memory, next_token=next_token, slice=slice)
 
     def _write_segments(
         self, name: str, segments: np.ndarray, counts: np.ndarray, first: np.ndarray | None
@@ -532,8 +533,10 @@ class TokenLayout:
         if size < width:  # the tail pad
             segments[size:width] = segments[width + size : 2 * width] = 0
 
-    def _row_ids_of(self, host: Tensor, *, next_token: bool = False, slice: bool = False) -> Tensor:
-        """Of ``offsets`` and ``segments`` one after another, staged."""
+    def _row_ids_of(
+        self, memory: Staged, *, next_token: bool = False, slice: bool = False
+    ) -> Tensor:
+        """Of ``offsets`` and ``segments`` one after another."""
         first_id, num_ids = 0, self.num_tokens
         if slice:
             if not self.sequence_parallel:
@@ -546,10 +549,11 @@ class TokenLayout:
                 )
             num_ids //= self.tp_size
             first_id = num_ids * self.tp_rank
+        num_offsets, width = self._host_offsets.size, self._padded.size
         return row_ids_of_table(
-            host.to(self.device, non_blocking=True),
-            self._host_offsets.size,
-            self._padded.size,
+            memory.place_for_now(num_offsets + 3 * width, self.device),
+            num_offsets,
+            width,
             num_ids,
             first_id,
             self.cp_size,

@@ -19,7 +19,7 @@ from torch import Tensor
 import packhorse.kernels
 from packhorse.kernels import dense as dense_
 from packhorse.kernels import dummies as dummy
-from packhorse.kernels import layout, routes, rows, support_rows, validate
+from packhorse.kernels import layout, routes, rows, support_rows, tables, validate
 from tests.tools.aot import AMD_TARGETS, TARGETS, Report, amd_spills, compile_only, report
 
 u8, i16, i32, i64 = torch.uint8, torch.int16, torch.int32, torch.int64
@@ -78,6 +78,13 @@ def row_ids(*, cp_size: int, zigzag: bool, bshd: bool) -> Launch:
         )
 
     return Launch("_make_row_ids_kernel", run, 40, (32, 1.0), (64, 1.0))
+
+
+def pulled_table() -> Launch:
+    def run() -> None:
+        tables.pull_table(meta(TOKENS, dtype=i32), meta(TOKENS, dtype=i32))
+
+    return Launch("_pull_table_kernel", run, 32, (32, 1.0), (32, 1.0))
 
 
 def dense(
@@ -178,6 +185,7 @@ LAUNCHES = {
     "row ids thd contiguous": row_ids(cp_size=4, zigzag=False, bshd=False),
     "row ids bshd": row_ids(cp_size=1, zigzag=False, bshd=True),
     "row ids bshd zigzag": row_ids(cp_size=4, zigzag=True, bshd=True),
+    "table of host integers": pulled_table(),
     "align float32": dense((), torch.float32, bits=32),
     "align int64 zigzag": dense((), i64, cp_size=4, bits=32),
     "align bool bshd": dense((), torch.bool, bshd=True, bits=8),

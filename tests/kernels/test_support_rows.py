@@ -84,7 +84,7 @@ def check_padded(token_ids, row_offsets, row_ids, width) -> None:
 def set_blocks(patch: pytest.MonkeyPatch, slots: int, groups: int) -> None:
     """Blocks of so many slots, so many groups read at once: every path on a few rows."""
     for name, value in {
-        "_BLOCK_M": slots, "_BLOCK_G": groups, "_BLOCKS": 2, "_CHUNK": 32, "_SPAN": 64
+        "_BLOCK_M": slots, "_BLOCK_G": groups, "_BLOCKS": 2, "_CHUNK": 32, "_RUN": 32, "_SPAN": 64
     }.items():  # fmt: skip
         patch.setattr(support_rows, name, value)
 
@@ -139,6 +139,30 @@ def test_blocks_and_groups_of_any_number(num_ids, small_blocks, device):
     token_ids, row_offsets = make_ragged(draw_widths(400, seed=1), device)
     row_ids = random_row_ids(num_ids, 400, missing=0.2, device=device, seed=num_ids)
     check_ragged(token_ids, row_offsets, row_ids)
+
+
+def runs_of_rows(lengths: list[int], num_rows: int, missing: int, device: str) -> torch.Tensor:
+    """Slots of trajectories: rows in order, then ``missing`` slots without one."""
+    ids, first = [], 0
+    for length in lengths:
+        ids += [*range(first, first + length), *[-1] * missing]
+        first = (first + length + 3) % num_rows  # rows between trajectories belong to others
+    return torch.tensor(ids, device=device)
+
+
+@pytest.mark.parametrize("missing", [0, 1, 9])
+@pytest.mark.parametrize("lengths", [[300], [40, 1, 0, 130, 7], [5] * 30, [16] * 9], ids=str)
+def test_rows_in_order_are_runs(lengths, missing, small_blocks, device):
+    """Blocks within one run, across two, and of several short ones; widths past a span."""
+    token_ids, row_offsets = make_ragged(draw_widths(400, seed=5), device)
+    row_ids = runs_of_rows(lengths, 400 - 330, missing, device)
+    check_ragged(token_ids, row_offsets, row_ids)
+
+
+def test_a_run_in_which_one_row_is_named_twice_is_none(small_blocks, device):
+    token_ids, row_offsets = make_ragged([3, 0, 2, 70, 1, 4], device)
+    row_ids = torch.tensor([0, 1, 2, 2, 3, 4, 5, 5], device=device)
+    check_ragged(token_ids, row_offsets, row_ids, capacity=120)
 
 
 @given(

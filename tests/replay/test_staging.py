@@ -75,7 +75,7 @@ def test_pinned_memory_is_used_again(cuda):
     seen = set()
     for _ in range(10):
         for _ in range(20):
-            seen.add(staging.staged(500, place)[1].data_ptr())
+            seen.add(staging.staged(500, place).host.data_ptr())
         torch.cuda.synchronize()
     assert len(seen) <= staging._PARTS * staging._SLOTS_PER_PART
 
