@@ -219,7 +219,7 @@ def test_ranks_whose_parent_is_gone_end(tmp_path):
     pids = tmp_path / "pids"
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(pids)], cwd=REPOSITORY)
     try:
-        wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 2, 120)
+        wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 2, 300)
     finally:
         parent.kill()
         parent.wait()
