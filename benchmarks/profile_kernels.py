@@ -35,6 +35,7 @@ PROFILED = (
     ("bench_routes", "32 of 2k-8k, 48x8 uint8, 10% spread dummies"),
     ("bench_layout", "B 32, CP 1"),
     ("bench_layout", "B 1024, CP 4"),
+    ("bench_microbatch", "128 of 512-2k, 8 of 61x8 int16, CP2"),
     ("bench_rows", "gather, routes 48x8 uint8, 0% missing"),
     ("bench_rows", "scatter, routes 48x8 uint8, 0% missing"),
     ("bench_rows", "gather, hidden 2048 bf16, 0% missing"),

@@ -236,25 +236,6 @@ def ranks() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@contextmanager
-def types_named_as_on_a_gpu() -> Iterator[None]:
-    """Megatron's clipping compares ``Tensor.type()`` with the names of CUDA tensors."""
-    type_of = torch.Tensor.type
-
-    def named(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        out = type_of(tensor, *args, **options)
-        if isinstance(out, str) and not out.startswith("torch.cuda."):
-            return out.replace("torch.", "torch.cuda.", 1)
-        return out
-
-    if not torch.cuda.is_available():
-        torch.Tensor.type = named  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.Tensor.type = type_of  # type: ignore[method-assign]
-
-
 def run(replay: bool = True) -> dict[str, float]:
     """One step; its figures, the same on every rank but for ``rows_replayed``."""
     install_cpu_shims()  # does nothing for a GPU with Transformer Engine
@@ -262,7 +243,7 @@ def run(replay: bool = True) -> dict[str, float]:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     with single_process():
         whole = load_hf_model(DATA / "tiny_moe", recompute="full")
-    with ranks(), types_named_as_on_a_gpu():
+    with ranks():
         model = build_model(whole)
         batches = make_batches(model.module.config)
         return train_step(model, build_optimizer(model), batches, replay)

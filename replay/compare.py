@@ -283,7 +283,7 @@ def _loss(
     return loss, {
         "support=True": over_support.logprobs.values.detach(),
         "support=False": over_all.logprobs.values,
-        "loss": loss.detach(),
+        "loss": loss.detach().clone(),  # Megatron divides the loss itself, in place
     }
 
 

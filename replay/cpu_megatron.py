@@ -47,6 +47,7 @@ def install_cpu_shims() -> bool:
             _patch_device_arguments()
             _patch_random_state()
             _patch_split_sizes()
+            _patch_type_names()
         if importlib.util.find_spec("transformer_engine") is None:
             _patch_norm()
             _define_missing_names()
@@ -180,6 +181,20 @@ def _patch_split_sizes() -> None:
         return out.cpu().numpy() if as_numpy and isinstance(out, Tensor) else out
 
     _patch(dispatcher, "maybe_move_tensor_to_cpu", moved)
+
+
+def _patch_type_names() -> None:
+    """Gradient clipping and the mixed-precision optimizer compare ``Tensor.type()`` with the names
+    of CUDA tensors."""
+    type_of = torch.Tensor.type
+
+    def named(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        out = type_of(tensor, *args, **options)
+        if isinstance(out, str) and not out.startswith("torch.cuda."):
+            return out.replace("torch.", "torch.cuda.", 1)
+        return out
+
+    _patch(torch.Tensor, "type", named)
 
 
 # --- for want of Transformer Engine ---------------------------------------------------------------

@@ -28,10 +28,13 @@ def test_installing_twice_and_removing_restores_every_name():
         install_cpu_shims()
         assert torch.zeros(2, device="cuda").device.type == "cpu"
         assert torch.zeros is not before[0]
+        assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
+        assert torch.zeros(2).type(torch.int32).dtype == torch.int32
         assert torch.compile is before[3]
         remove_cpu_shims()
         assert before == (torch.zeros, torch.cuda.current_device, torch.cuda.Stream, torch.compile)
         assert "cuda" not in vars(torch.Tensor)
+        assert torch.zeros(2).type() == "torch.FloatTensor"
         with pytest.raises((AssertionError, RuntimeError)):
             torch.zeros(2, device="cuda")
     finally:
