@@ -86,7 +86,7 @@ class GatheredAttention(torch.nn.Module):
         allowed = (owner[mine][:, None] == owner[theirs]) & (theirs <= mine[:, None])
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=allowed, scale=self.scale
+            q, k, v, attn_mask=allowed.to(q.device), scale=self.scale
         )
         out = out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
         return out.squeeze(1) if packed else out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tests.distributed.cases import EXPERTS, TOPK, Case, Trajectory, layout_arguments, trajectories
+from tests.distributed.case import EXPERTS, TOPK, Case, Trajectory, layout_arguments, trajectories
 from tests.distributed.log import Call
 from tests.oracle import OracleLayout
 
@@ -45,11 +45,11 @@ def check(case: Case, results: list[dict[str, Any]]) -> None:
                 )
     for number in range(len(case.schedules)):
         check_losses(case, results, number)
+        check_router_losses(case, results, number)
     if case.optimizer != "none":  # the optimizer's steps are seen in the losses after them
-        before, after = (
-            sum(results[0]["schedules"][number]["expected_losses"].values()) for number in (0, -1)
-        )
-        assert abs(after - before) > 1e-2 * before, case.name
+        without, after = results[0]["unstepped"], results[0]["schedules"][-1]["expected_losses"]
+        moved = max(abs(after[key] / without[key] - 1) for key in without)
+        assert moved > 2 * LOSS_ERROR[case.dtype], f"{case.name}: steps moved a loss by {moved}"
 
 
 def assert_every_layer_is_held(case: Case, results: list[dict[str, Any]]) -> None:
@@ -250,6 +250,31 @@ def check_losses(case: Case, results: list[dict[str, Any]], number: int) -> None
             assert math.isclose(actual, wanted, rel_tol=LOSS_ERROR[case.dtype]), (
                 f"{where}, microbatch {microbatch}: loss {actual}, of one rank {wanted}"
             )
+
+
+def check_router_losses(case: Case, results: list[dict[str, Any]], number: int) -> None:
+    """What Megatron logs: load-balancing losses in parts that sum up over tensor- and
+    context-parallel ranks, z-losses of each rank's own tokens."""
+    expected = results[0]["schedules"][number]["expected_router_losses"]
+    training = case.schedules[number] == "training"
+    assert bool(expected) == (case.router_losses and training), case.name
+    assert results[0]["schedules"][number]["share"] > 0.1, f"{case.name}: too small to be seen"
+    if not expected:
+        for result in results:
+            assert not any(map(any, result["schedules"][number]["logged"].values())), case.name
+    for (name, layer, dp_rank), wanted in expected.items():
+        parts = [
+            schedule["logged"][name][layer]
+            for result in results
+            for schedule in [result["schedules"][number]]
+            if result["ranks"]["dp"] == dp_rank and any(layer in c for c in schedule["routers"])
+        ]
+        where = f"{case.name}, schedule {number}, dp rank {dp_rank}, layer {layer}"
+        assert len(parts) == case.tp * case.cp, where
+        actual = sum(parts) / (len(parts) if name == "z_loss" else 1)
+        assert math.isclose(actual, wanted, rel_tol=LOSS_ERROR[case.dtype]), (
+            f"{where}: {name} {actual}, of one rank {wanted}"
+        )
 
 
 def check_gradients(case: Case, gradients: dict[str, tuple[float, float]], where: str) -> None:

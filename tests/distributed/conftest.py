@@ -18,3 +18,15 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
         yield ranks
     finally:
         ranks.end()
+
+
+@pytest.fixture(scope="session")
+def gpu_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Ranks that share one GPU over gloo."""
+    if not megatron_version():
+        pytest.skip("megatron-core is not installed")
+    ranks = RankPool(tmp_path_factory.mktemp("gpu-ranks"), gpu=True)
+    try:
+        yield ranks
+    finally:
+        ranks.end()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from packhorse.replay.layout import TokenLayout
 from packhorse.replay.session import ReplayMicrobatch
-from tests.distributed.cases import Case
+from tests.distributed.case import Case
 from tests.distributed.log import RouteLog
 from tests.distributed.models import all_routers_of, routers_of
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.distributed.attention import use_gathered_attention
-from tests.distributed.cases import EXPERTS, RECOMPUTE, TOPK, VOCAB, WIDTH, Case
+from tests.distributed.case import EXPERTS, RECOMPUTE, TOPK, VOCAB, WIDTH, Case
+from tests.distributed.router_losses import DEVICE, settings_of
 
 
 def start_ranks(**sizes: Any) -> None:
@@ -46,24 +47,24 @@ def make_config(case: Case, *, parallel: bool) -> Any:
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
         "pipeline_dtype": torch.float32,
-        "calculate_per_token_loss": True,
     }
     if not case.pattern:
         settings["moe_layer_freq"] = [int(x in case.moe_layers) for x in range(case.num_layers)]
     if case.mtp:
-        settings["mtp_num_layers"] = case.mtp
+        settings |= {"mtp_num_layers": case.mtp, "calculate_per_token_loss": True}
     if parallel:
         settings |= {
             "tensor_model_parallel_size": case.tp,
             "sequence_parallel": case.tp > 1,
             "pipeline_model_parallel_size": case.pp,
-            "virtual_pipeline_model_parallel_size": case.vpp if case.vpp > 1 else None,
+            "virtual_pipeline_model_parallel_size": case.vp_size,
             "context_parallel_size": case.cp,
             "expert_model_parallel_size": case.ep,
             "expert_tensor_parallel_size": case.etp or case.tp,
             # with two stages both neighbours are one rank: batched sends would cross
-            "batch_p2p_comm": case.vpp == 1,
+            "batch_p2p_comm": case.vp_size is None,
             **RECOMPUTE[case.recompute],
+            **settings_of(case),
             **case.settings,
         }
         if case.dtype == "bf16":
@@ -96,10 +97,10 @@ def build_chunks(case: Case, *, parallel: bool) -> list[Any]:
             post_process=stage == stages - 1 and i == vpp - 1,
             # Megatron's rotary positions of a rank are zigzag
             position_embedding_type="rope" if case.cp_order == "zigzag" else "learned_absolute",
-            **({"vp_stage": i} if vpp > 1 else {}),
+            **({"vp_stage": i} if parallel and case.vp_size else {}),
         )
         chunk.model_type = ModelType.encoder_or_decoder
-        chunks.append(chunk)
+        chunks.append(chunk.to(DEVICE))
     return chunks
 
 
@@ -171,6 +172,11 @@ def _build_hybrid(case: Case, config: Any, *, gathered: bool, **options: Any) ->
     return HybridModel(
         config=config, hybrid_stack_spec=spec, hybrid_layer_pattern=pattern, **options
     )
+
+
+def causal_mask(width: int) -> Tensor:
+    """[1, 1, width, width] bool, True where a position must not look."""
+    return torch.ones(width, width, dtype=torch.bool, device=DEVICE).triu(1)[None, None]
 
 
 # --- routers --------------------------------------------------------------------------------------

@@ -37,10 +37,12 @@ def megatron_version() -> tuple[int, ...]:
 class RankPool:
     """Args:
     folder: for rendezvous files, results and what the ranks print.
+    gpu: all ranks compute on the first GPU that this process sees; else on the CPU.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, gpu: bool = False) -> None:
         self._folder = folder
+        self._environment = {**os.environ} if gpu else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         self._ranks: list[subprocess.Popen] = []
         self._run = self._started_at = 0
 
@@ -107,7 +109,7 @@ class RankPool:
                             *(sys.executable, "-m", "tests.distributed.worker"),
                             *(str(rank), str(world), str(self._folder)),
                         ],
-                        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+                        env={**self._environment, "PYTHONPATH": path},
                         cwd=root,
                         stdin=subprocess.PIPE,
                         stdout=log,

@@ -16,7 +16,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.distributed.cases import CASES, Case
+from tests.distributed.case import Case
+from tests.distributed.cases import CASES
 
 #: releases on which ``tools/test.sh`` runs the cases
 TESTED = ("0.19.2",)
@@ -36,6 +37,7 @@ FEATURES: dict[str, Callable[[Case], bool]] = {
     "full recompute": lambda case: case.recompute in ("full", "block"),
     "selective": lambda case: case.recompute == "moe",
     "dist. optimizer": lambda case: case.optimizer == "distributed",
+    "router losses": lambda case: case.router_losses,
     "MTP": lambda case: case.mtp > 0,
     "hybrid": lambda case: bool(case.pattern),
     "bf16": lambda case: case.dtype == "bf16",
@@ -45,6 +47,9 @@ FEATURES: dict[str, Callable[[Case], bool]] = {
 HOLES: dict[tuple[str, str], str] = {
     ("CP", "MTP"): "Megatron divides a head's loss by the targets of each context-parallel rank"
     " alone, so that its gradients are not those of one rank",
+    ("router losses", "MTP"): "the reference takes one trajectory at a time, and a head's loss is"
+    " then the mean of another number of targets; heads' router losses on one rank are"
+    " `tests/megatron/test_aux_loss.py::test_mtp_heads_balance_over_their_real_tokens`",
     ("MTP", "bf16"): "a head's router chooses by itself, and rounding decides what it chooses, so"
     " that its routes are not those of one rank",
 }
@@ -165,6 +170,8 @@ def versions(case: Case) -> tuple[str, ...]:
 def setup(case: Case) -> str:
     sizes = [("TP", case.tp), ("PP", case.pp), ("VPP", case.vpp), ("EP", case.ep)]
     parts = [f"{name} {size}" + " + SP" * (name == "TP") for name, size in sizes if size > 1]
+    if case.vpp_given:
+        parts.append(f"VPP {case.vpp}")
     if case.etp:
         parts.append(f"ETP {case.etp}")
     if case.cp > 1:
@@ -192,6 +199,8 @@ def particulars(case: Case) -> str:
         said.append(f"lengths padded for fp8 ({case.fp8})")
     if case.width == 8 and case.tp == 2:
         said.append("8 tokens on each rank, 8 experts")
+    if case.aux:
+        said.append(f"`{case.aux}`" + " and z-loss" * case.z_loss)
     if case.ties:
         said.append("equal scores at rank K")
     if case.rounds > 1:

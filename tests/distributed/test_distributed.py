@@ -44,6 +44,13 @@ def test_counted_padding_is_noticed_in_the_expert_bias(pool):
         check(case, results)
 
 
+def test_a_loss_that_balances_the_live_choice_is_noticed(pool):
+    case = CASES["tp2-sp-aux-and-z-loss-full"]
+    results = pool.run(case.name, case.world, case.timeout_s, "live aux loss")
+    with pytest.raises(AssertionError, match=r"tp2-sp-aux-and-z-loss-full, .*gradient of"):
+        check(case, results)
+
+
 def test_a_rank_that_raises_ends_the_case_and_is_named(pool):
     with pytest.raises(AssertionError) as raised:
         pool.run("ep2-full", 2, 120.0, "raise")

@@ -5,10 +5,11 @@
 Reads a line of JSON a case from its standard input,
 {"case": name, "run": number, "fault": null, "scenario": null}, joins the other ranks through a
 file, and leaves FOLDER/RUN-RANK.pkl: what its routers did and how far losses and gradients are from
-one rank's, or the traceback. Ends when its input does.
+one rank's, or the traceback. Ends when its input does. Computes on the GPU that it sees, if any.
 
 A fault is for the tests of the tests, and the last rank's only: "raise" and "hang" in the first
-training schedule, "row" gives one slot of one layer another microbatch's route, "mask" counts pads.
+training schedule, "row" gives one slot of one layer another microbatch's route, "mask" counts pads,
+"live aux loss" balances the router's own choice.
 "raise late" and "bypass" are those of ``faults.py``.
 """
 
@@ -34,8 +35,7 @@ from packhorse.packed.tensor import PackedTensor
 from packhorse.replay.cpu_megatron import install_cpu_shims
 from packhorse.replay.layout import TokenLayout
 from packhorse.replay.session import CapturedLayers, ReplayMicrobatch, ReplaySession
-from tests.distributed.cases import (
-    CASES,
+from tests.distributed.case import (
     EXPERTS,
     THD_TOKENS,
     Case,
@@ -43,18 +43,21 @@ from tests.distributed.cases import (
     layout_arguments,
     trajectories,
 )
+from tests.distributed.cases import CASES, GPU_CASES
 from tests.distributed.faults import bypass, run_scenario
 from tests.distributed.log import RouteLog
 from tests.distributed.models import (
     all_routers_of,
     build_chunks,
+    causal_mask,
     mtp_routers_of,
     routers_of,
     slice_like,
     start_ranks,
     whole_name,
 )
-from tests.distributed.reference import LEARNING_RATE, Reference, ReferenceStep
+from tests.distributed.reference import ADAM_EPS, LEARNING_RATE, Reference, ReferenceStep
+from tests.distributed.router_losses import DEVICE, take_logged
 from tests.oracle import OracleLayout
 
 
@@ -78,13 +81,15 @@ def prepare(
     start_ranks()
     reference = Reference(case)
     steps = [reference.run(number) for number in range(len(case.schedules))]
+    if case.optimizer != "none":
+        reference.unstepped = reference.without_steps(len(steps) - 1)
     parallel_state.destroy_model_parallel()
     if case.etp:
         groups["expert_tensor_parallel_size"] = case.etp
     start_ranks(
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
-        virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
+        virtual_pipeline_model_parallel_size=case.vp_size,
         context_parallel_size=case.cp,
         expert_model_parallel_size=case.ep,
         **groups,
@@ -106,7 +111,7 @@ class ParallelRun:
         )
         from megatron.core.transformer.module import Float16Module
 
-        self.case, self.fault = case, fault
+        self.case, self.fault, self.unstepped = case, fault, reference.unstepped
         self.ranks = {
             "tp": parallel_state.get_tensor_model_parallel_rank(),
             "pp": parallel_state.get_pipeline_model_parallel_rank(),
@@ -143,9 +148,11 @@ class ParallelRun:
             "listed": CapturedLayers.listed(case.axis),
         }
         self.session = ReplaySession(
-            self.models if len(self.models) > 1 else self.models[0],
+            self.models if case.vp_size else self.models[0],
             captured_layers=captured[case.captured],
+            allow_live_aux_loss=fault == "live aux loss",
         )
+        take_logged()  # a list of the process, as long as the layers of the model before
 
     def finalize(self, *args: Any, **options: Any) -> None:
         """Megatron's own; before it, tokens that each expert counted (heads by minus depth)."""
@@ -198,7 +205,7 @@ class ParallelRun:
             weight_decay=0.0,
             adam_beta1=0.9,
             adam_beta2=0.999,
-            adam_eps=1e-8,
+            adam_eps=ADAM_EPS,
             params_dtype=torch.float32,
             use_distributed_optimizer=True,
             clip_grad=0.0,
@@ -207,13 +214,14 @@ class ParallelRun:
 
     def run(self, steps: list[ReferenceStep]) -> dict[str, Any]:
         schedules = [self.schedule(number, step) for number, step in enumerate(steps)]
-        return {"ranks": self.ranks, "schedules": schedules}
+        return {"ranks": self.ranks, "schedules": schedules, "unstepped": self.unstepped}
 
     def schedule(self, number: int, step: ReferenceStep) -> dict[str, Any]:
         case, training = self.case, self.case.schedules[number] == "training"
         inputs, microbatches = self.make_data(number)
         with RouteLog(self.bare) as log:
             losses = self.run_schedule(inputs, microbatches, training)
+        logged = take_logged()
         gradients = self.compare_gradients(step) if training else {}
         if training and self.optimizer is not None:
             assert self.optimizer.step()[0]
@@ -232,6 +240,9 @@ class ParallelRun:
             "expected_losses": step.losses,
             "expected_mtp_routes": step.mtp_routes,
             "changed": step.changed,
+            "logged": logged,
+            "expected_router_losses": step.router_losses,
+            "share": step.share,
             "gradients": gradients,
             "bias_error": bias,
             "counts": self.counted if training else self.counters(),
@@ -268,15 +279,17 @@ class ParallelRun:
             trained = inputs.pop("trained")
             output = model(**inputs, padding_mask=replayed.padding_mask)
 
-            def loss(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+            def loss(values: torch.Tensor) -> tuple:
                 total = (values * trained).sum()
                 losses.append(float(total.detach()))
+                if case.router_losses:
+                    return total, {}
                 return total, trained.sum().int(), {}
 
             return output, loss
 
         iterators = [iter(list(inputs)) for _ in self.models]
-        many = len(self.models) > 1
+        many = case.vp_size is not None
         with (
             self.session.schedule(microbatches),
             contextlib.nullcontext() if training else torch.no_grad(),
@@ -336,9 +349,9 @@ def layout_of(config: Any, arguments: dict[str, Any], packed: Any) -> TokenLayou
         format=arguments["format"],
         cp_order=arguments["cp_order"],
         padded_lengths=None if packed is not None else arguments.get("padded_lengths"),
-        device="cpu",
+        device=DEVICE,
     )
-    explicit = TokenLayout.build(**arguments)
+    explicit = TokenLayout.build(**arguments, device=DEVICE)
     for name in ("lengths", "padded_lengths", "num_tokens", "num_rank_tokens", "cu_seqlens_padded"):
         assert getattr(layout, name) == getattr(explicit, name), name
     for name in ("format", "tp_size", "cp_size", "cp_rank", "cp_order", "sequence_parallel"):
@@ -360,7 +373,7 @@ def make_inputs(given: list[Trajectory], layout: OracleLayout, mtp: bool) -> dic
             trained[slot] = given[sequence].trained[position + 1]
 
     def to_model(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(layout.to_model(values))
+        return torch.from_numpy(layout.to_model(values)).to(DEVICE)
 
     padded = layout.padded()
     width = padded[0]
@@ -376,7 +389,7 @@ def make_inputs(given: list[Trajectory], layout: OracleLayout, mtp: bool) -> dic
     if layout.format == "thd":
         from megatron.core.packed_seq_params import PackedSeqParams
 
-        bounds = torch.tensor(np.cumsum([0, *padded]), dtype=torch.int32)
+        bounds = torch.tensor(np.cumsum([0, *padded]), dtype=torch.int32, device=DEVICE)
         inputs["packed_seq_params"] = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=bounds,
@@ -387,7 +400,7 @@ def make_inputs(given: list[Trajectory], layout: OracleLayout, mtp: bool) -> dic
             max_seqlen_kv=max(padded),
         )
     elif layout.cp_size == 1:
-        inputs["attention_mask"] = torch.ones(width, width, dtype=torch.bool).triu(1)[None, None]
+        inputs["attention_mask"] = causal_mask(width)
     return inputs
 
 
@@ -405,23 +418,9 @@ def make_microbatch(given: list[Trajectory], layout: TokenLayout, dummy: Any) ->
 # --- the process ----------------------------------------------------------------------------------
 
 
-def name_types_as_on_a_gpu() -> None:
-    """Megatron's optimizers compare ``Tensor.type()`` with names of CUDA tensors."""
-    type_of = torch.Tensor.type
-
-    def named(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-        out = type_of(tensor, *args, **options)
-        if isinstance(out, str) and not out.startswith("torch.cuda."):
-            return out.replace("torch.", "torch.cuda.", 1)
-        return out
-
-    torch.Tensor.type = named  # type: ignore[method-assign]
-
-
 def serve(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     install_cpu_shims()
-    name_types_as_on_a_gpu()
     (folder / f"ready-{os.getpid()}").touch()
     for line in sys.stdin:
         asked = json.loads(line)
@@ -431,7 +430,7 @@ def serve(rank: int, world: int, folder: Path) -> None:
             "gloo", init_method=f"file://{folder}/store-{run}", rank=rank, world_size=world
         )
         try:
-            case = CASES[asked["case"]]
+            case = (CASES | GPU_CASES)[asked["case"]]
             if asked["scenario"]:
                 store = f"file://{folder}/store-{run}-again"
                 made = run_scenario(asked["scenario"], case, rank == world - 1, store)
