@@ -244,7 +244,9 @@ def test_every_kernel_is_warmed_up_or_said_not_to_be(on_meta):
     for settings in CONFIGURATIONS.values():
         seen = on_meta(settings)
         warmed |= seen.names_of(seen.warmed)
-    assert warmed | NOT_WARMED == {launcher.kernel.__name__ for launcher in launchers}
+    # host integers are sent to a GPU only; its tests see that a first step compiles nothing
+    sent = {"_pull_table_kernel"}
+    assert warmed | NOT_WARMED | sent == {launcher.kernel.__name__ for launcher in launchers}
     assert not warmed & NOT_WARMED
 
 
