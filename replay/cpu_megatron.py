@@ -188,8 +188,10 @@ def _patch_type_names() -> None:
     of CUDA tensors."""
     type_of = torch.Tensor.type
 
-    def named(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        out = type_of(tensor, *args, **options)
+    def named(tensor: Tensor, dtype: Any = None, *args: Any, **options: Any) -> Any:
+        if isinstance(dtype, str):  # such a name, of another tensor
+            dtype = dtype.replace("torch.cuda.", "torch.")
+        out = type_of(tensor, dtype, *args, **options)
         if isinstance(out, str) and not out.startswith("torch.cuda."):
             return out.replace("torch.", "torch.cuda.", 1)
         return out

@@ -77,12 +77,9 @@ class _Ring:
         return self.slots[slot]
 
 
-class _Rings(threading.local):
-    def __init__(self) -> None:
-        self.made: dict[tuple[int, int, int], _Ring] = {}
-
-
-_rings = _Rings()
+#: by thread, device, stream and size. Not thread-local: what a thread that ended has launched may
+#: still have to read its slots; a later thread of the same number goes on with them.
+_rings: dict[tuple[int, int, int, int], _Ring] = {}
 
 
 def staged(num_ints: int, device: torch.device) -> Staged:
@@ -105,9 +102,10 @@ def staged(num_ints: int, device: torch.device) -> Staged:
         size = small if num_ints <= small else large
         index = torch.cuda.current_device() if device.index is None else device.index
         stream = torch._C._cuda_getCurrentRawStream(index)
-        ring = _rings.made.get((index, stream, size))
+        key = threading.get_ident(), index, stream, size
+        ring = _rings.get(key)
         if ring is None:
-            ring = _rings.made[index, stream, size] = _Ring(size, index, stream)
+            ring = _rings[key] = _Ring(size, index, stream)
         slot = ring.take()
         if slot is not None:
             return slot
@@ -116,7 +114,7 @@ def staged(num_ints: int, device: torch.device) -> Staged:
 
 
 def to_device(tables: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, ...]:
-    """Each of ``tables`` as int32 on ``device``, by one asynchronous copy of all of them."""
+    """Each of ``tables`` as int32 on ``device``, sent together, without a wait."""
     memory = staged(sum(table.size for table in tables), device)
     end = _write(memory.array, tables)
     placed, begin = memory.place(end, device), 0

@@ -83,7 +83,7 @@ class StaticLayout:
         captured_lengths: HostInts | None = None,
         response_lengths: HostInts | None = None,
     ) -> None:
-        """Lay out another microbatch: one asynchronous copy on the current stream, no wait.
+        """Lay out another microbatch: one table on the current stream, no wait.
 
         Args:
             layout: of the same geometry.

@@ -134,7 +134,8 @@ def warmup(
         layers: captured layers that this rank's routers replay, in their order; all by default.
             With virtual pipeline stages call once for each chunk's.
         routes_dtype: of the packed routes; by default the narrowest that ``pack_routes`` takes.
-        topk_ids_dtype: int32 or int64, of ``TokenLayout.gather_routes``; a session's are int32.
+        topk_ids_dtype: int32 or int64, of ``TokenLayout.gather_routes``; a session's are int32
+            under recompute, else int64, and both are compiled.
         num_trajectories: B of a microbatch, needed for "bshd": dense batches move in tiles of as
             many trajectories, up to 32. In "thd" it does not matter.
         format, tp_size, cp_size, cp_order, sequence_parallel: as in ``TokenLayout.build``. Ranks do
@@ -285,12 +286,14 @@ class _Settings:
         for given in (routes, routes.to(self.device)):
             microbatch = ReplayMicrobatch(layout, given, dummy=self.dummy)
             rows = MicrobatchRows.build(microbatch)
-            rows.gather_targets(
-                tuple(self.layers),
-                num_experts=self.num_experts,
-                topk=self.topk,
-                ep_size=self.ep_size,
-            )
+            for dtype in (torch.int32, torch.int64):
+                rows.gather_targets(
+                    tuple(self.layers),
+                    num_experts=self.num_experts,
+                    topk=self.topk,
+                    ep_size=self.ep_size,
+                    dtype=dtype,
+                )
             for scattered_by_model in (False, True):
                 rows.model_mask(scattered_by_model=scattered_by_model)
         batch = self._routes(_LENGTHS).to(self.device)

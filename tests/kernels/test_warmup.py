@@ -118,7 +118,14 @@ def replay(layout: TokenLayout, captured: list[int], settings: dict[str, Any]) -
     from_host = routes_of(captured)
     for routes in (from_host, from_host.to(layout.device)):
         rows = MicrobatchRows.build(ReplayMicrobatch(layout, routes, dummy=dummy))
-        rows.gather_targets(tuple(layers), num_experts=num_experts, topk=topk, ep_size=ep_size)
+        for ids_dtype in (torch.int32, torch.int64):  # with recompute, and without
+            rows.gather_targets(
+                tuple(layers),
+                num_experts=num_experts,
+                topk=topk,
+                ep_size=ep_size,
+                dtype=ids_dtype,
+            )
         rows.model_mask(scattered_by_model=True)
     where = {key: settings[key] for key in LAYOUT_SETTINGS if key in settings}
     lengths = [captured[0] + i for i in range(1, 10)]

@@ -30,6 +30,7 @@ def test_installing_twice_and_removing_restores_every_name():
         assert torch.zeros is not before[0]
         assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
         assert torch.zeros(2).type(torch.int32).dtype == torch.int32
+        assert torch.zeros(2).type(torch.zeros(2).int().type()).dtype == torch.int32
         assert torch.compile is before[3]
         remove_cpu_shims()
         assert before == (torch.zeros, torch.cuda.current_device, torch.cuda.Stream, torch.compile)

@@ -1,5 +1,6 @@
 """Tables made of host integers arrive as they were, however far the device is behind."""
 
+import gc
 import threading
 
 import numpy as np
@@ -68,6 +69,22 @@ def test_streams_and_threads_have_memory_of_their_own(cuda):
     for sent in results.values():
         check(sent)
     assert len(results) == 4
+
+
+def test_a_thread_may_end_before_its_tables_were_read(cuda):
+    results = []
+
+    def work() -> None:
+        torch.cuda._sleep(100_000_000)
+        results.append(send(range(5), [700]))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    gc.collect()
+    for _ in range(64):  # would be given the memory that is read still
+        torch.empty((32, 1024), dtype=torch.int32, pin_memory=True).fill_(-7)
+    check(results[0])
 
 
 def test_pinned_memory_is_used_again(cuda):
