@@ -229,40 +229,62 @@ def _run_schedule(
     forward_only: bool,
     begin: Callable[[Any], Any] | None = None,
 ) -> _Scored:
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     num_targets = sum(m.support.num_rows for m in microbatches)
     share = len(microbatches) / max(num_targets, 1)  # the schedule takes the microbatches' mean
-
-    def forward_step(batches: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Callable]:
-        batch = next(batches)
-        step = None if begin is None else begin(chunk)
-        layout = batch.layout
-        token_ids = gather_rows(batch.token_ids.values, layout.token_row_ids())
-        logits = chunk(
-            layout.to_model(token_ids),
-            layout.to_model(layout.position_ids()),
-            None,
-            packed_seq_params=_packed_seq_params(layout),
-            padding_mask=None if step is None else step.padding_mask,
-        )
-        return logits, lambda output: _loss(output, batch, temperature, share)
-
-    results = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(microbatches),
-        model=model,
-        num_microbatches=len(microbatches),
-        seq_length=max(m.layout.num_tokens for m in microbatches),
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
+    results = run_schedule([model], microbatches, temperature, share, forward_only, begin)
     logprobs = {
         support: torch.cat([result[f"support={support}"] for result in results]).cpu().numpy()
         for support in (False, True)
     }
     loss = float(torch.stack([result["loss"] for result in results]).mean())
     return _Scored({key: value.astype(np.float64) for key, value in logprobs.items()}, loss)
+
+
+def run_schedule(
+    chunks: list[Any],
+    microbatches: Sequence[Microbatch],
+    temperature: float,
+    share: float,
+    forward_only: bool,
+    begin: Callable[[Any], Any] | None,
+    whole_logits: Callable[[Tensor], Tensor] | None = None,
+) -> list[dict[str, Tensor]]:
+    """What the loss function kept, a microbatch an item; empty but on the last pipeline stage.
+
+    ``share`` weighs the loss of a microbatch; ``whole_logits`` makes [.., V] of what a rank has.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward_step(batches: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Callable]:
+        batch = next(batches)
+        step = None if begin is None else begin(chunk)
+        layout = batch.layout
+        token_ids = gather_rows(batch.token_ids.values, layout.token_row_ids())
+        output = chunk(
+            layout.to_model(token_ids),
+            layout.to_model(layout.position_ids()),
+            None,
+            packed_seq_params=_packed_seq_params(layout),
+            padding_mask=None if step is None else step.padding_mask,
+        )
+
+        def loss(logits: Tensor) -> tuple[Tensor, dict]:
+            whole = logits if whole_logits is None else whole_logits(logits)
+            return _loss(whole, batch, temperature, share)
+
+        return output, loss
+
+    iterators = [iter(microbatches) for _ in chunks]
+    many = len(chunks) > 1
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if many else iterators[0],
+        model=chunks if many else chunks[0],
+        num_microbatches=len(microbatches),
+        seq_length=max(m.layout.num_tokens * m.layout.cp_size for m in microbatches),
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
 
 
 def _loss(

@@ -10,7 +10,7 @@ the pads of the whole microbatch.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packhorse.kernels.rows import gather_rows, scatter_rows
+from packhorse.kernels.rows import scatter_rows
 from packhorse.replay import compare
 from packhorse.replay.capture import Capture
 from packhorse.replay.compare import Comparison, Microbatch
@@ -108,6 +108,7 @@ def run_part(
         temperature: the rollout's.
     """
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     part = Part(
         tp=parallel_state.get_tensor_model_parallel_rank(),
@@ -124,7 +125,10 @@ def run_part(
         training = schedule == "training"
         began = time.perf_counter()
         with torch.set_grad_enabled(training):
-            results = _run_schedule(chunks, microbatches, temperature, share, not training, begin)
+            results = compare.run_schedule(
+                chunks, microbatches, temperature, share, not training, begin,
+                gather_from_tensor_model_parallel_region,  # each rank has a run of the vocabulary
+            )  # fmt: skip
         part.seconds[schedule] = time.perf_counter() - began
         part.logprobs[schedule] = {
             (support, i): result[f"support={support}"].cpu().numpy().astype(np.float64)
@@ -166,52 +170,6 @@ def gather(part: Part) -> list[Part] | None:
 
 
 # --- one rank -------------------------------------------------------------------------------------
-
-
-def _run_schedule(
-    chunks: list[Any],
-    microbatches: Sequence[Microbatch],
-    temperature: float,
-    share: float,
-    forward_only: bool,
-    begin: Callable[[Any], Any] | None,
-) -> list[dict[str, Tensor]]:
-    """What the loss function kept, a microbatch an item; empty but on the last stage."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
-    def forward_step(batches: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Callable]:
-        batch = next(batches)
-        step = None if begin is None else begin(chunk)
-        layout = batch.layout
-        output = chunk(
-            layout.to_model(gather_rows(batch.token_ids.values, layout.token_row_ids())),
-            layout.to_model(layout.position_ids()),
-            None,
-            packed_seq_params=compare._packed_seq_params(layout),
-            padding_mask=None if step is None else step.padding_mask,
-        )
-
-        def loss(logits: Tensor) -> tuple[Tensor, dict]:
-            # each tensor-parallel rank has a run of the vocabulary
-            logits = gather_from_tensor_model_parallel_region(logits)
-            value, kept = compare._loss(logits, batch, temperature, share)
-            kept["loss"] = value.detach().clone()  # the schedule scales the loss in place
-            return value, kept
-
-        return output, loss
-
-    iterators = [iter(microbatches) for _ in chunks]
-    many = len(chunks) > 1
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterators if many else iterators[0],
-        model=chunks if many else chunks[0],
-        num_microbatches=len(microbatches),
-        seq_length=max(m.layout.num_tokens * m.layout.cp_size for m in microbatches),
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
 
 
 def _live_routes(
