@@ -94,9 +94,11 @@ def prepare(
         expert_model_parallel_size=case.ep,
         **groups,
     )
+    run = ParallelRun(case, reference, fault)
     try:
-        yield ParallelRun(case, reference, fault), steps
+        yield run, steps
     finally:
+        run.release()
         parallel_state.destroy_model_parallel()
 
 
@@ -153,6 +155,21 @@ class ParallelRun:
             allow_live_aux_loss=fault == "live aux loss",
         )
         take_logged()  # a list of the process, as long as the layers of the model before
+
+    def release(self) -> None:
+        """Let go of what would keep the models, and with them their groups and threads of gloo, for
+        good: DDP's hooks on gradients and the last graph, held by the dispatchers, are a cycle that
+        no collector sees; Megatron caches rotary positions by their module."""
+        from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+        for model in self.models:
+            model.grad_accs.clear()
+            for module in model.modules():
+                if hasattr(module, "token_dispatcher"):
+                    vars(module.token_dispatcher).clear()
+        for cached in vars(RotaryEmbedding).values():
+            if hasattr(cached, "cache_clear"):
+                cached.cache_clear()
 
     def finalize(self, *args: Any, **options: Any) -> None:
         """Megatron's own; before it, tokens that each expert counted (heads by minus depth)."""
@@ -418,9 +435,21 @@ def make_microbatch(given: list[Trajectory], layout: TokenLayout, dummy: Any) ->
 # --- the process ----------------------------------------------------------------------------------
 
 
+def reduce_gradients_one_by_one() -> None:
+    """DDP joins its all-reduces into one; gloo has that for tensors of a CPU only."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    def joins_nothing(*args: Any, **options: Any) -> contextlib.nullcontext:
+        return contextlib.nullcontext()
+
+    param_and_grad_buffer._coalescing_manager = joins_nothing
+
+
 def serve(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     install_cpu_shims()
+    if DEVICE.type == "cuda":
+        reduce_gradients_one_by_one()
     (folder / f"ready-{os.getpid()}").touch()
     for line in sys.stdin:
         asked = json.loads(line)
