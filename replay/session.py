@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from packhorse._nvtx import ranged, ranged_methods
 from packhorse.replay import routers as _routers
-from packhorse.replay.agreement import Agreement
+from packhorse.replay.agreement import Agreement, Fact, check_all_ranks
 from packhorse.replay.aux_loss import install_loss_shim
 from packhorse.replay.device_rows import MicrobatchRows
 from packhorse.replay.expert_bias import install_expert_bias_shim
@@ -111,7 +111,10 @@ class ReplaySession:
             (``replay/aux_loss.py``).
         sample_routes_every: every so many schedules that have routes, the first one included, each
             replayed router's own choice is computed too and tallied against the rollout's
-            (``replay/sampling.py``). 0: never. The other schedules pay nothing.
+            (``replay/sampling.py``). 0: never. The other schedules pay nothing. Schedules entered
+            under ``torch.no_grad()`` are counted apart from the others, so that both kinds are
+            sampled however a step mixes them. One counts once all ranks have opened it, whatever
+            becomes of it then: ranks sample the same ones.
         agree: with several ranks, join the outcome of the checks before the first forward, here
             and in each ``schedule``: where one rank fails all raise, and none waits for it in a
             collective. True: all ranks of torch.distributed, each of which then makes its sessions
@@ -121,7 +124,8 @@ class ReplaySession:
 
     Raises:
         TypeError: ``model`` is not made of modules.
-        RuntimeError: another rank failed; names it and its error.
+        RuntimeError: another rank failed; names it and its error. It may wait in vain for one whose
+            ``agree`` is refused.
         ValueError: a router cannot replay (fused or other routing that ignores it, dropped tokens,
             CUDA graphs, a Megatron-core before 0.16), a router has no captured layer or a captured
             layer no router, or the model has no MoE layers; names router or layer.
@@ -136,19 +140,20 @@ class ReplaySession:
         sample_routes_every: int = 0,
         agree: Any = True,
     ) -> None:
-        if not is_int(sample_routes_every) or sample_routes_every < 0:
-            raise ValueError(
-                f"{_NAME}: sample_routes_every must be an integer >= 0, got {sample_routes_every!r}"
-            )
+        self._agreement = Agreement(agree)
+        with self._agreement.together(_NAME):
+            if not is_int(sample_routes_every) or sample_routes_every < 0:
+                raise ValueError(
+                    f"{_NAME}: sample_routes_every must be an integer >= 0, got"
+                    f" {sample_routes_every!r}"
+                )
+            self._survey = _first_survey(model, captured_layers, allow_live_aux_loss)
         self._sample_every = sample_routes_every
-        self._schedules_with_routes = 0
+        self._opened_with_routes = {True: 0, False: 0}  # by whether gradients were on
         self._tally: Tally | None = None
         self._schedule: _Schedule | None = None
         self._report: ScheduleReport | None = None
         self._live_aux_loss = allow_live_aux_loss
-        self._agreement = Agreement(agree)
-        with self._agreement.together(_NAME):
-            self._survey = _first_survey(model, captured_layers, allow_live_aux_loss)
 
     @contextmanager
     @ranged
@@ -157,7 +162,8 @@ class ReplaySession:
 
         Args:
             microbatches: all of the schedule, in the order in which each chunk runs them. Either
-                all have routes or none has (the routers then run live, pads still masked).
+                all have routes or none has (the routers then run live, pads still masked), on all
+                ranks that agree. Where routes are asked for, some trajectory of some rank has rows.
 
         Raises:
             TypeError, ValueError: before the first forward, for what does not fit; names the
@@ -165,11 +171,19 @@ class ReplaySession:
                 fewer microbatches, a router was never asked, or a recompute did not run.
             RuntimeError: before the first forward: another rank failed; names it and its error.
         """
+        name = f"{_NAME}.schedule"
         with contextlib.ExitStack() as on_failure:
-            with self._agreement.together(f"{_NAME}.schedule"):
+            with self._agreement.together(name) as facts:
                 opened = self._open(microbatches)
                 on_failure.callback(opened.uninstall)
+                facts.own = opened.facts()
+            check_all_ranks(name, facts)
             on_failure.pop_all()
+        if Fact.WITH_ROUTES in facts.joined and self._sample_every:
+            kind = Fact.GRADIENTS in facts.joined
+            if self._opened_with_routes[kind] % self._sample_every == 0:
+                opened.sample()
+            self._opened_with_routes[kind] += 1
         completed = False
         try:
             self._schedule = opened
@@ -194,15 +208,8 @@ class ReplaySession:
         chunks = self._survey.chunks()
         given = list(microbatches)
         _check_microbatches(chunks, given)
-        has_routes = given[0].routes is not None
-        sampled = bool(
-            has_routes
-            and self._sample_every
-            and self._schedules_with_routes % self._sample_every == 0
-        )
-        opened = _Schedule(chunks, given, live_aux_loss=self._live_aux_loss, sampled=sampled)
+        opened = _Schedule(chunks, given, live_aux_loss=self._live_aux_loss)
         opened.install()
-        self._schedules_with_routes += has_routes
         return opened
 
     @contextmanager
@@ -303,12 +310,6 @@ def _check_microbatches(chunks: list[Chunk], microbatches: list[ReplayMicrobatch
             f"{name}: microbatch {absent[0]} has no routes field, others have; all microbatches"
             " of a schedule have routes or none has (routes without rows are legal)"
         )
-    if (
-        not absent
-        and not any(microbatch.num_replayed for microbatch in microbatches)
-        and any(microbatch.has_targets or any(microbatch.missing) for microbatch in microbatches)
-    ):
-        raise ValueError(f"{name}: replay was asked for, but no trajectory has any route row")
     for chunk in chunks:
         for i, microbatch in enumerate(microbatches):
             first = chunk.routers[0] if chunk.routers else None
@@ -359,7 +360,6 @@ class _Schedule:
         microbatches: list[ReplayMicrobatch],
         *,
         live_aux_loss: bool,
-        sampled: bool,
     ) -> None:
         self._chunks = chunks
         self._microbatches = microbatches
@@ -375,14 +375,28 @@ class _Schedule:
             )
             self._mtp.append([_make_targets(chunk, router) for router in chunk.masked_mtp_routers])
         self._sample: RouteSample | None = None
-        if sampled:
-            self._sample = RouteSample(
-                axis_length=max(chunk.axis_length for chunk in chunks),
-                ep_size=chunks[0].config.expert_model_parallel_size,
-                device=microbatches[0].layout.device,
-            )
-            for chunk, targets in zip(chunks, self._targets, strict=True):
-                self._sample.watch(chunk.positions, targets)
+
+    def facts(self) -> Fact:
+        """What this rank tells the others."""
+        facts = Fact.GRADIENTS if torch.is_grad_enabled() else Fact.NOTHING
+        if self._microbatches[0].routes is None:
+            return facts | Fact.WITHOUT_ROUTES
+        facts |= Fact.WITH_ROUTES
+        if any(microbatch.num_replayed for microbatch in self._microbatches):
+            facts |= Fact.HAS_ROWS
+        elif any(part.has_targets or any(part.missing) for part in self._microbatches):
+            facts |= Fact.NEEDS_ROWS
+        return facts
+
+    def sample(self) -> None:
+        """Tally this schedule's routes; before its first microbatch."""
+        self._sample = RouteSample(
+            axis_length=max(chunk.axis_length for chunk in self._chunks),
+            ep_size=self._chunks[0].config.expert_model_parallel_size,
+            device=self._microbatches[0].layout.device,
+        )
+        for chunk, targets in zip(self._chunks, self._targets, strict=True):
+            self._sample.watch(chunk.positions, targets)
 
     # --- on and off the routers -------------------------------------------------------------------
 

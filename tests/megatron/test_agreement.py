@@ -4,6 +4,7 @@ The tests run this file twice as a program (data parallel, gloo). Each process r
 after another, an all-reduce after each as the step's first collective, and says how it ended.
 """
 
+import contextlib
 import json
 import os
 import subprocess
@@ -123,6 +124,90 @@ def one_bad_making(rank):
             raise KeyError("no reward")
 
 
+def one_bad_interval(rank):
+    model_and_session(sample_routes_every=-1 if rank == 0 else 0)
+
+
+def sampled(session) -> bool:
+    return "routes/rows" in session.tally()
+
+
+def sampling_after_a_refusal(rank):
+    """What no rank opened counts on none."""
+    from tests.megatron.helpers import run_schedule
+
+    model, session = model_and_session(sample_routes_every=2)
+    with pytest.raises(RuntimeError if rank == 0 else ValueError):
+        run_schedule(session, model, [batch_of(rank, bad=rank == 1)])
+    said = []
+    for _ in range(3):
+        run_schedule(session, model, [batch_of(rank, bad=False)], training=False)
+        said.append(sampled(session))
+        for values in session.tally().values():  # the ranks have the same names and shapes
+            dist.all_reduce(torch.as_tensor(values))
+    return str(said)
+
+
+def sampling_after_a_failure(rank):
+    """What all opened counts on all, also where it fails on one."""
+    from tests.megatron.helpers import run_schedule
+
+    def fail(*_):
+        if rank == 1:
+            raise KeyError("in the middle")
+
+    model, session = model_and_session(sample_routes_every=2)
+    with pytest.raises(KeyError) if rank == 1 else contextlib.nullcontext():
+        run_schedule(session, model, [batch_of(rank, bad=False)], before_forward=fail)
+    said = []
+    for _ in range(3):
+        run_schedule(session, model, [batch_of(rank, bad=False)], training=False)
+        said.append(sampled(session))
+    return str(said)
+
+
+def batch_without_rows():
+    from tests.megatron.helpers import make_batch
+
+    return make_batch((6, 4), (0, 0), missing=[True, True], loss_masks=None)
+
+
+def one_rank_without_rows(rank):
+    from tests.megatron.helpers import run_schedule
+
+    model, session = model_and_session()
+    batch = batch_without_rows() if rank == 0 else batch_of(rank, bad=False)
+    run_schedule(session, model, [batch])
+    report = session.report()
+    return f"{report.rows_replayed} replayed, {report.rows_live} live"
+
+
+def no_rank_with_rows(rank):
+    from tests.megatron.helpers import assert_clean, replay_objects, run_schedule
+
+    model, session = model_and_session()
+    before = replay_objects(model)
+    try:
+        run_schedule(session, model, [batch_without_rows()])
+    finally:
+        assert_clean(model, before)
+
+
+def no_rows_and_no_agreement(rank):
+    from tests.megatron.helpers import run_schedule
+
+    model, session = model_and_session(agree=False)
+    batch = batch_without_rows() if rank == 0 else batch_of(rank, bad=False)
+    run_schedule(session, model, [batch])
+
+
+def one_rank_without_routes(rank):
+    from tests.megatron.helpers import make_batch, run_schedule
+
+    model, session = model_and_session()
+    run_schedule(session, model, [make_batch(with_routes=rank == 0)])
+
+
 def cost(rank):
     agreement = Agreement()
     times = []
@@ -145,6 +230,13 @@ CASES = {
         no_agreement,
         one_bad_model,
         one_bad_making,
+        one_bad_interval,
+        sampling_after_a_refusal,
+        sampling_after_a_failure,
+        one_rank_without_rows,
+        no_rank_with_rows,
+        no_rows_and_no_agreement,
+        one_rank_without_routes,
         cost,
     )
 }
@@ -213,6 +305,47 @@ def test_work_of_the_users_own_is_agreed_on(results):
     assert results[1]["one_bad_making"] == (
         "RuntimeError: ReplaySession.agreed: rank 0 failed: KeyError: 'no reward'"
     )
+
+
+def test_a_bad_argument_of_one_rank_raises_on_both(results):
+    said = "ValueError: ReplaySession: sample_routes_every must be an integer >= 0, got -1"
+    assert results[0]["one_bad_interval"] == said
+    assert results[1]["one_bad_interval"] == f"RuntimeError: ReplaySession: rank 0 failed: {said}"
+
+
+def test_a_schedule_that_was_refused_uses_up_no_sample_on_any_rank(results):
+    assert [r["sampling_after_a_refusal"] for r in results] == ["[True, False, True]"] * WORLD
+
+
+def test_a_schedule_that_failed_on_one_rank_counts_on_all(results):
+    assert [r["sampling_after_a_failure"] for r in results] == ["[False, True, False]"] * WORLD
+
+
+def test_a_rank_whose_trajectories_are_all_missing_runs_live_beside_one_that_replays(results):
+    assert [r["one_rank_without_rows"] for r in results] == [
+        "0 replayed, 10 live",
+        "8 replayed, 0 live",
+    ]
+
+
+def test_replay_without_a_row_on_any_rank_is_an_error_on_all(results):
+    said = (
+        "ValueError: ReplaySession.schedule: replay was asked for, but no trajectory has any route"
+        " row"
+    )
+    assert [r["no_rank_with_rows"] for r in results] == [said] * WORLD
+    assert [r["no_rows_and_no_agreement"] for r in results] == [said, "ok"]
+
+
+def test_routes_on_some_ranks_only_are_an_error_on_all(results):
+    for rank, start in enumerate(
+        (
+            "the microbatches have a routes field, those of another rank have none;",
+            "the microbatches have no routes field, those of another rank have one;",
+        )
+    ):
+        said = results[rank]["one_rank_without_routes"]
+        assert said.startswith(f"ValueError: ReplaySession.schedule: {start}")
 
 
 def test_agreeing_takes_no_20_milliseconds(results):

@@ -171,6 +171,34 @@ def test_every_second_schedule_with_routes_is_sampled_and_the_first_is():
     assert sampled == [True, False, False, True, False, False]
 
 
+@pytest.mark.parametrize("every", [2, 3])
+def test_forward_only_and_training_schedules_are_counted_apart(every):
+    """One of each a step: an even interval would otherwise sample one kind only."""
+    model = build_model()
+    session = make_session(model, sample_routes_every=every)
+    sampled = {False: [], True: []}
+    for step in range(4):
+        for training in (False, True):
+            with contextlib.nullcontext() if training else torch.no_grad():
+                run_schedule(session, model, [make_batch(seed=step)], training=training)
+            sampled[training].append("routes/row_mismatch" in session.metrics())
+    wanted = [step % every == 0 for step in range(4)]
+    assert sampled == {False: wanted, True: wanted}
+
+
+def test_a_schedule_that_was_refused_uses_up_no_sample():
+    model = build_model()
+    session = make_session(model, sample_routes_every=2)
+    bad = make_batch()
+    bad.microbatch.routes.values[0, 0, :] = 1
+    without_rows = make_batch((6, 4), (0, 0), missing=[True, True], loss_masks=None)
+    for batch in (bad, without_rows):
+        with pytest.raises(ValueError, match=r"repeat|no trajectory has any route row"):
+            run_schedule(session, model, [batch], training=False)
+    run_schedule(session, model, [make_batch()], training=False)
+    assert "routes/row_mismatch" in session.metrics()
+
+
 def test_a_schedule_that_is_not_sampled_chooses_nothing(monkeypatch):
     model = build_model()
     session = make_session(model, sample_routes_every=2)
