@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from packhorse.replay import demo, demo_parallel
 from packhorse.replay.compare import Comparison
-from packhorse.replay.demo_attention import GatheredAttention
 from packhorse.replay.demo_model import Sizes, build_chunks
 from packhorse.replay.demo_ranks import Refused, sizes_of
 from packhorse.replay.megatron import single_process
@@ -93,11 +92,7 @@ def run_rank(
 def _compare(whole: Any, given: demo.Demo, sizes: Sizes) -> Comparison | None:
     """``compare`` on this rank, with Megatron's groups; the figures on rank 0."""
     num_microbatches = len(given.microbatches)
-    attention: Any = None
-    if sizes.cp > 1:
-        attention = GatheredAttention
-    elif given.args.format == "thd":
-        attention = PackedAttention
+    attention = PackedAttention if sizes.cp > 1 or given.args.format == "thd" else None
     with sizes.started():
         chunks = build_chunks(
             whole,
