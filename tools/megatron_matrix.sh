@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# The Megatron tests against every release line between those of tools/setup.sh, one process and
-# several ranks over gloo: `make test` runs the newest and the oldest, this what lies between.
+# The Megatron tests against every older release line, one process and several ranks over gloo:
+# `make test` runs the newest and, with some of the cases of several ranks, the oldest.
 #
-#   VERSIONS="0.17.1 0.18.2"   releases to run; each is installed once, in a folder of its own beside
+#   VERSIONS="0.16.1 0.17.1 0.18.2"
+#                              releases to run; each is installed once, in a folder of its own beside
 #                              the environment's packages and without its dependencies (16 MB each)
 #   MEGATRON_SOURCE=DIR        also run a source tree: the folder that holds megatron/
 #
@@ -14,7 +15,7 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=$1
 shift
-versions=${VERSIONS:-0.17.1 0.18.2}
+versions=${VERSIONS:-0.16.1 0.17.1 0.18.2}
 folders=$("$python" -c 'import sys; print(sys.prefix)')/megatron-matrix
 summary=()
 status=0

@@ -402,6 +402,20 @@ def _optimizers() -> list[Case]:
 
 CASES = table()
 
+#: of these `make test` runs on the oldest Megatron-core too: one at least of each parallelism, kind
+#: of model, recompute and loss
+ON_OLDEST = (
+    *("tp2-sp-none", "tp2-sp-full", "tp2-sp-moe", "tp2-sp-thd-full", "tp2-sp-bf16-full"),
+    *("tp2-sp-tokens-equal-experts-full", "tp2-sp-allgather-moe"),
+    *("pp2-full", "pp2-dynamic-thd-moe", "pp2-every-second-layer-full", "pp2-vpp1-full"),
+    *("pp2-vpp2-full", "pp2-vpp2-chunk-without-router", "pp2-vpp2-layout-chunk-without-layer"),
+    *("pp2-vpp4-block", "ep2-full", "ep2-moe", "ep2-allgather-full"),
+    *("cp2-thd-full", "cp2-bshd-full", "cp2-contiguous-thd-full"),
+    *("tp2-sp-aux-and-z-loss-full", "cp2-thd-aux-loss-full", "pp2-mtp-full", "tp2-sp-mtp-full"),
+    *("dp2-distributed-optimizer-full", "cp2-thd-distributed-optimizer-full"),
+    *("tp2-pp2-vpp2-full", "tp2-ep4-etp1-moe", "cp2-tp2-thd-full"),
+)
+
 #: two processes on one GPU over gloo, or one process; the functions that Megatron compiles compile
 GPU_CASES = {
     case.name: case

@@ -13,7 +13,7 @@ from tests.oracle import OracleLayout
 #: fp32: sums in another order. bf16: a number has 8 bits, so that a rounding moves it by up to
 #: 2**-9; some ten of them stand one after another between embedding and logit, and a loss is the
 #: mean of a dozen tokens.
-LOSS_ERROR = {"fp32": 2e-5, "bf16": 2**-7}
+LOSS_ERROR = {"fp32": 2e-5, "bf16": 2**-8}
 GRADIENT_ERROR = {"fp32": 1e-4, "bf16": 2**-4}
 #: of a bias that moves by 1e-3 a step; ``Float16Module`` makes Megatron's a bf16 number
 BIAS_ERROR = {"fp32": 1e-6, "bf16": 1e-5}
@@ -133,10 +133,13 @@ def check_routes(slots: Slots, schedule: dict[str, Any], where: str) -> None:
             recomputes = slots.count if slots.training and case.recomputed(layer) else 0
             assert len(first) == slots.count, f"{place}: first passes"
             assert len(again) == recomputes, f"{place}: recomputes"
+            replayed = 0
             for m, call in enumerate(first):
                 expected = slots.expected(m, layer)
+                replayed += sum(not isinstance(row, str) for row in expected)
                 check_rows(case, call.rows, expected, f"{place}, microbatch {m}, first pass")
                 check_mask(slots, m, call, f"{place}, microbatch {m}, first pass")
+            assert replayed > 0, f"{place}: the case replays nothing here"
             for m, call in enumerate(again):
                 # live rows and dummies too repeat what the first pass took
                 expected = list(first[m].rows)

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.cases import CASES
+from tests.distributed.cases import CASES, ON_OLDEST
 from tests.distributed.checks import check
 from tests.distributed.pool import megatron_version
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.oldest) if name in ON_OLDEST else name for name in CASES],
+)
 def test_each_rank_routes_its_slots_as_captured_and_trains_like_one_rank(name, pool):
     case = CASES[name]
     if megatron_version() < case.since:

@@ -41,7 +41,15 @@ def run(pool, name, scenario):
 
 
 @pytest.mark.parametrize(
-    ("name", "scenario", "message"), REFUSALS, ids=[f"{name}-{what}" for name, what, _ in REFUSALS]
+    ("name", "scenario", "message"),
+    [
+        pytest.param(
+            *refusal,
+            id="-".join(refusal[:2]),
+            marks=[pytest.mark.oldest] if refusal[0] == "ep2-full" else [],
+        )
+        for refusal in REFUSALS
+    ],
 )
 def test_all_ranks_refuse_before_the_first_forward_and_the_next_schedule_is_right(
     name, scenario, message, pool
@@ -65,7 +73,9 @@ def test_all_ranks_refuse_before_the_first_forward_and_the_next_schedule_is_righ
     check(case, results)
 
 
-@pytest.mark.parametrize("name", ["ep2-full", "tp2-sp-full", "cp2-thd-full"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("ep2-full", marks=pytest.mark.oldest), "tp2-sp-full", "cp2-thd-full"]
+)
 def test_all_ranks_that_raise_in_a_forward_leave_nothing_and_the_session_goes_on(name, pool):
     case = CASES[name]
     results, ended = run(pool, name, "raise together")
@@ -91,6 +101,7 @@ def test_a_rank_that_raises_in_a_forward_leaves_others_to_their_timeout_with_cle
     check(case, results)
 
 
+@pytest.mark.oldest
 def test_a_router_that_never_asked_is_named_on_its_rank_and_no_rank_hangs(pool):
     case = CASES["ep2-full"]
     results, (first, last) = run(pool, case.name, "never asked")
