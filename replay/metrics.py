@@ -11,9 +11,19 @@
 
 A tally is a plain dict of sums and counts. Names that end in ``_max`` merge by the maximum, all
 others by addition; so a merged tally is that of the joined microbatches, never a mean of means, and
-ranks merge by an all-reduce with the same two operations. Counts are int64 and exact; differences,
-their exponentials and sums are float64 whatever the inputs are (float32 sums of 1e6 terms lose the
-digits that a gap of 1e-7 needs), so a sum depends on the merging order by float64 rounding alone.
+ranks merge by an all-reduce with the same two operations, over ranks that counted different things:
+
+    logprobs/*             of the values that were given: data-parallel ranks, and context-parallel
+                           ones where those are a rank's own slots (``restore`` gives all of them)
+    routes/*, padding/*    a rank's own tokens and layers: all ranks, but for tensor-parallel ones
+                           without sequence parallelism, which have the same tokens
+    rows/*, coverage/*     of whole micro-batches: data-parallel ranks only
+
+``ReplaySession.tally`` counts on one rank what several have, so its names add up over all.
+
+Counts are int64 and exact; differences, their exponentials and sums are float64 whatever the inputs
+are (float32 sums of 1e6 terms lose the digits that a gap of 1e-7 needs), so a sum depends on the
+merging order by float64 rounding alone.
 
 A percentile does not merge, a histogram does. |d| falls into bins of a relative width of 1/64 from
 2**-32 to 2**16; the p99 is the upper edge of the bin in which the smallest value lies that 99 % of
@@ -167,7 +177,9 @@ def tally_padding(
 def tally_rows(microbatch: ReplayMicrobatch) -> Tally:
     """Counts a microbatch's rows by kind, and its captured prefixes; host integers.
 
-    Rows are those of all context-parallel ranks together; dummies include the pads.
+    Rows are those of all context-parallel ranks together; dummies include the pads. Every tensor-,
+    context- and pipeline-parallel rank of a micro-batch counts the same: add them up over
+    data-parallel ranks only, or take ``ReplaySession.tally``.
     """
     if not isinstance(microbatch, ReplayMicrobatch):
         raise TypeError(

@@ -5,19 +5,27 @@
 
 Every first pass of a sampled schedule also computes the router's own choice, from its live scores;
 a recompute repeats a first pass and is not counted again. Counts lie on the captured layer axis
-[L], zero where a layer stands on another rank: all ranks then have the same names and shapes, so
-one all-reduce of each name joins data, context, expert, pipeline and (with sequence parallelism)
-tensor ranks. Everything stays on the device; nothing is read.
+[L], zero where a layer stands on another rank, so that all ranks have the same names and shapes.
+Everything stays on the device; nothing is read.
+
+    rows/*, coverage/*      the same on every tensor, context and pipeline rank of a micro-batch
+    routes/*, padding/*     a rank's own tokens and layers; without sequence parallelism the same on
+                            every tensor rank
+
+``counted_once`` keeps each of these on one of the ranks that have the same, and 0 on the others: an
+all-reduce of each name over all ranks then counts every micro-batch, token and layer once.
 
 Sizes: L captured layers, J layers of a chunk, T token slots, K experts a token.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from packhorse.replay.layout import TokenLayout
 from packhorse.replay.metrics import Tally, merge_tallies, tally_padding
 from packhorse.replay.targets import RouterTargets
 
@@ -79,6 +87,47 @@ class RouteSample:
         device = next(iter(found.values())).device if found else self._device
         none = torch.zeros(shape, dtype=torch.int64, device=device)
         return torch.cat([found.get(position, none) for position in range(self._axis_length)])
+
+
+def counted_once(
+    rows: Iterable[tuple[Tally, TokenLayout]],
+    sampled: Tally,
+    *,
+    tp_rank: int,
+    pp_rank: int,
+    sequence_parallel: bool,
+) -> Tally:
+    """The tally of a schedule as this rank adds it to the others'.
+
+    Args:
+        rows: ``tally_rows`` of each microbatch, and its layout.
+        sampled: of ``RouteSample.tally``, or empty.
+        tp_rank, pp_rank: of this process.
+        sequence_parallel: routers of the tensor ranks see different tokens.
+    """
+    tallies = []
+    for tally, layout in rows:
+        first = tp_rank == 0 and pp_rank == 0 and layout.cp_rank == 0
+        tallies.append(tally if first else dict.fromkeys(tally, 0))
+    if tp_rank and not sequence_parallel:
+        sampled = {name: torch.zeros_like(counts) for name, counts in sampled.items()}
+    return merge_tallies([*tallies, sampled])
+
+
+def rank_of(kind: Literal["tp", "pp"], model: Any) -> int:
+    """This process's tensor- or pipeline-parallel rank, as ``model`` or else Megatron knows it."""
+    group = getattr(getattr(model, "pg_collection", None), kind, None)
+    if group is not None:
+        return group.rank()
+    if "megatron.core.parallel_state" not in sys.modules:  # no ranks without it
+        return 0
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return 0
+    if kind == "tp":
+        return parallel_state.get_tensor_model_parallel_rank()
+    return parallel_state.get_pipeline_model_parallel_rank()
 
 
 def plot_route_mismatch(axes: Any, figures: Mapping[str, Any], *, label: str | None = None) -> None:

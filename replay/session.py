@@ -37,8 +37,8 @@ from packhorse.replay.layout import TokenLayout
 from packhorse.replay.metrics import Tally, merge_tallies, tally_metrics, tally_rows
 from packhorse.replay.microbatch import ReplayMicrobatch
 from packhorse.replay.routers import CapturedLayers, LocatedRouter
-from packhorse.replay.sampling import RouteSample
-from packhorse.replay.survey import Chunk, Survey, router_name
+from packhorse.replay.sampling import RouteSample, counted_once, rank_of
+from packhorse.replay.survey import Chunk, Survey, check_microbatches, router_name
 from packhorse.replay.targets import OpenMicrobatch, RouterTargets
 
 __all__ = [
@@ -150,6 +150,7 @@ class ReplaySession:
             self._survey = _first_survey(model, captured_layers, allow_live_aux_loss)
         self._sample_every = sample_routes_every
         self._opened_with_routes = {True: 0, False: 0}  # by whether gradients were on
+        self._own_tally: Tally | None = None
         self._tally: Tally | None = None
         self._schedule: _Schedule | None = None
         self._report: ScheduleReport | None = None
@@ -189,7 +190,7 @@ class ReplaySession:
             self._schedule = opened
             yield self
             opened.finish()
-            self._tally = opened.tally()
+            self._own_tally, self._tally = opened.tallies()
             completed = True
         finally:
             self._schedule = None
@@ -207,7 +208,7 @@ class ReplaySession:
             )
         chunks = self._survey.chunks()
         given = list(microbatches)
-        _check_microbatches(chunks, given)
+        check_microbatches(f"{_NAME}.schedule", chunks, given)
         opened = _Schedule(chunks, given, live_aux_loss=self._live_aux_loss)
         opened.install()
         return opened
@@ -251,9 +252,14 @@ class ReplaySession:
         return self._report
 
     def tally(self) -> Tally:
-        """Counts of the last completed schedule, to merge with others: over its steps by
-        ``merge_tallies``, over ranks by an all-reduce. Routes and padding where it was sampled, on
-        the captured layer axis; rows and coverage always, as host integers.
+        """Counts of the last completed schedule, each on one rank of those that have the same.
+
+        Merge them over steps by ``merge_tallies`` and over ranks by an all-reduce of each name, MAX
+        for names in ``_max`` and SUM for the others, over all ranks. Rows and coverage, host
+        integers, are counted on the first tensor, context and pipeline rank and 0 on the others.
+        Routes and padding, where the schedule was sampled, lie on the captured layer axis; each
+        rank counts its own tokens and layers (tensor ranks without sequence parallelism have the
+        same: the first one does).
         """
         if self._tally is None:
             raise ValueError(f"{_NAME}.tally: no schedule has completed yet")
@@ -262,11 +268,14 @@ class ReplaySession:
     def metrics(self) -> dict[str, Any]:
         """``tally_metrics`` of the last completed schedule: this rank's figures, none of them read.
 
-        Always shares of rows replayed, live and dummy and the coverage of the captured prefixes;
-        in a sampled schedule also the route mismatch, per captured layer and in total, and the
-        padding that each expert-parallel rank gets from here.
+        Always shares of rows replayed, live and dummy and the coverage of the captured prefixes,
+        of this rank's micro-batches on every rank that runs them; in a sampled schedule also the
+        route mismatch, per captured layer and in total, and the padding that each expert-parallel
+        rank gets from here.
         """
-        return tally_metrics(self.tally())
+        if self._own_tally is None:
+            raise ValueError(f"{_NAME}.metrics: no schedule has completed yet")
+        return tally_metrics(self._own_tally)
 
 
 # --- before the first forward ---------------------------------------------------------------------
@@ -292,60 +301,6 @@ def _first_survey(model: object, captured_layers: object, allow_live_aux_loss: b
     survey = Survey(models, captured_layers, allow_live_aux_loss=allow_live_aux_loss)
     survey.chunks()
     return survey
-
-
-def _check_microbatches(chunks: list[Chunk], microbatches: list[ReplayMicrobatch]) -> None:
-    name = f"{_NAME}.schedule"
-    if not microbatches:
-        raise ValueError(f"{name}: no microbatches were given")
-    for i, microbatch in enumerate(microbatches):
-        if not isinstance(microbatch, ReplayMicrobatch):
-            raise TypeError(
-                f"{name}: microbatch {i} must be a ReplayMicrobatch, got"
-                f" {type(microbatch).__name__}"
-            )
-    absent = [i for i, microbatch in enumerate(microbatches) if microbatch.routes is None]
-    if absent and len(absent) < len(microbatches):
-        raise ValueError(
-            f"{name}: microbatch {absent[0]} has no routes field, others have; all microbatches"
-            " of a schedule have routes or none has (routes without rows are legal)"
-        )
-    for chunk in chunks:
-        for i, microbatch in enumerate(microbatches):
-            first = chunk.routers[0] if chunk.routers else None
-            wrong = _routers.check_layout(microbatch.layout, chunk.config, first)
-            if wrong:
-                raise ValueError(f"{name}: microbatch {i}: the layout has {wrong}")
-            if first is not None:
-                _check_device(name, i, microbatch, first)
-            if microbatch.routes is not None:
-                _check_axes(name, i, microbatch, chunk)
-                microbatch.check_content(i, chunk.num_experts, chunk.positions)
-
-
-def _check_device(name: str, i: int, microbatch: ReplayMicrobatch, router: LocatedRouter) -> None:
-    device, wanted = router.module.weight.device, microbatch.layout.device
-    moves = device.type == "cpu" and wanted.type == "cuda"  # in the router's first forward
-    if device != wanted and not moves:
-        raise ValueError(
-            f"{name}: microbatch {i}: the layout is on {microbatch.layout.device}, router"
-            f" {router.path} on {device}"
-        )
-
-
-def _check_axes(name: str, i: int, microbatch: ReplayMicrobatch, chunk: Chunk) -> None:
-    assert microbatch.routes is not None
-    num_layers, topk = microbatch.routes.row_shape
-    if num_layers != chunk.axis_length:
-        raise ValueError(
-            f"{name}: microbatch {i}: routes have {num_layers} layers, captured_layers describes"
-            f" {chunk.axis_length}"
-        )
-    if chunk.routers and topk != chunk.topk:
-        raise ValueError(
-            f"{name}: microbatch {i}: routes name {topk} experts a token, the router takes"
-            f" {chunk.topk}"
-        )
 
 
 # --- one schedule ---------------------------------------------------------------------------------
@@ -527,9 +482,19 @@ class _Schedule:
         for target in self._all_targets():
             target.check_nothing_left()
 
-    def tally(self) -> Tally:
-        sampled = [] if self._sample is None else [self._sample.tally()]
-        return merge_tallies([*map(tally_rows, self._microbatches), *sampled])
+    def tallies(self) -> tuple[Tally, Tally]:
+        """This rank's own, and what it adds to those of all ranks."""
+        sampled = {} if self._sample is None else self._sample.tally()
+        rows = [(tally_rows(part), part.layout) for part in self._microbatches]
+        model = self._chunks[0].module
+        once = counted_once(
+            rows,
+            sampled,
+            tp_rank=rank_of("tp", model),
+            pp_rank=rank_of("pp", model),
+            sequence_parallel=bool(self._chunks[0].config.sequence_parallel),
+        )
+        return merge_tallies([*(tally for tally, _ in rows), sampled]), once
 
     def report(self, completed: bool) -> ScheduleReport:
         return ScheduleReport(

@@ -20,6 +20,7 @@ from torch import nn
 
 from packhorse.replay import routers as _routers
 from packhorse.replay.aux_loss import has_losses
+from packhorse.replay.microbatch import ReplayMicrobatch
 from packhorse.replay.routers import CapturedLayers, LocatedRouter
 
 _NAME = "ReplaySession"
@@ -182,6 +183,69 @@ def _router_sizes(chunk: int, routers: Sequence[LocatedRouter]) -> tuple[int, in
                 f" {routers[0].path} has {sizes[0]}"
             )
     return sizes[0] if sizes else (0, 0)
+
+
+# --- microbatches for it --------------------------------------------------------------------------
+
+
+def check_microbatches(
+    name: str, chunks: Sequence[Chunk], microbatches: Sequence[ReplayMicrobatch]
+) -> None:
+    """What this rank can say of the microbatches of a schedule for these chunks.
+
+    Raises:
+        TypeError, ValueError: names the microbatch.
+    """
+    if not microbatches:
+        raise ValueError(f"{name}: no microbatches were given")
+    for i, microbatch in enumerate(microbatches):
+        if not isinstance(microbatch, ReplayMicrobatch):
+            raise TypeError(
+                f"{name}: microbatch {i} must be a ReplayMicrobatch, got"
+                f" {type(microbatch).__name__}"
+            )
+    absent = [i for i, microbatch in enumerate(microbatches) if microbatch.routes is None]
+    if absent and len(absent) < len(microbatches):
+        raise ValueError(
+            f"{name}: microbatch {absent[0]} has no routes field, others have; all microbatches"
+            " of a schedule have routes or none has (routes without rows are legal)"
+        )
+    for chunk in chunks:
+        for i, microbatch in enumerate(microbatches):
+            first = chunk.routers[0] if chunk.routers else None
+            wrong = _routers.check_layout(microbatch.layout, chunk.config, first)
+            if wrong:
+                raise ValueError(f"{name}: microbatch {i}: the layout has {wrong}")
+            if first is not None:
+                _check_device(name, i, microbatch, first)
+            if microbatch.routes is not None:
+                _check_axes(name, i, microbatch, chunk)
+                microbatch.check_content(i, chunk.num_experts, chunk.positions)
+
+
+def _check_device(name: str, i: int, microbatch: ReplayMicrobatch, router: LocatedRouter) -> None:
+    device, wanted = router.module.weight.device, microbatch.layout.device
+    moves = device.type == "cpu" and wanted.type == "cuda"  # in the router's first forward
+    if device != wanted and not moves:
+        raise ValueError(
+            f"{name}: microbatch {i}: the layout is on {microbatch.layout.device}, router"
+            f" {router.path} on {device}"
+        )
+
+
+def _check_axes(name: str, i: int, microbatch: ReplayMicrobatch, chunk: Chunk) -> None:
+    assert microbatch.routes is not None
+    num_layers, topk = microbatch.routes.row_shape
+    if num_layers != chunk.axis_length:
+        raise ValueError(
+            f"{name}: microbatch {i}: routes have {num_layers} layers, captured_layers describes"
+            f" {chunk.axis_length}"
+        )
+    if chunk.routers and topk != chunk.topk:
+        raise ValueError(
+            f"{name}: microbatch {i}: routes name {topk} experts a token, the router takes"
+            f" {chunk.topk}"
+        )
 
 
 # --- whether it still holds -----------------------------------------------------------------------

@@ -186,7 +186,7 @@ class RouterTargets:
         assert default_compute_topk is not None
         if in_backward():
             answer = self._recall()
-            self._check_call(scores, topk, answer)
+            self._check_call(scores, topk, answer.padding_mask, recompute=True)
         else:
             answer = self._answer(scores, topk, num_groups, group_topk, default_compute_topk)
         self.answer = answer
@@ -219,8 +219,7 @@ class RouterTargets:
         mask, has_rows = opened.padding_masks[self._calls], opened.has_rows[self._calls]
         self._calls += 1
         self.asked += 1
-        if scores.shape != (mask.shape[0], self.num_experts) or topk != self.topk:
-            self._refuse_call(scores, topk, mask.shape[0])
+        self._check_call(scores, topk, mask)
         if scores.device != mask.device:
             raise ValueError(
                 f"{self._where()}: the router is on {scores.device}, the layout on {mask.device}"
@@ -292,22 +291,23 @@ class RouterTargets:
         index = self._open.index if self._open is not None else "?"
         return f"ReplaySession: {self.name}, microbatch {index}"
 
-    def _refuse_call(self, scores: Tensor, topk: int, num_rows: int) -> None:
+    def _check_call(
+        self, scores: Tensor, topk: int, mask: Tensor, *, recompute: bool = False
+    ) -> None:
+        if scores.shape == (mask.shape[0], self.num_experts) and topk == self.topk:
+            return
         if scores.dim() != 2 or scores.shape[1] != self.num_experts or topk != self.topk:
             raise ValueError(
                 f"ReplaySession: {self.name} was called with scores {tuple(scores.shape)} and"
                 f" topk={topk}; it had {self.num_experts} experts and topk={self.topk} at the"
                 " start of the schedule"
             )
-        raise ValueError(
-            f"{self._where()}: the router holds {scores.shape[0]} tokens, the layout {num_rows}"
-        )
-
-    def _check_call(self, scores: Tensor, topk: int, answer: Answer) -> None:
-        if scores.dim() != 2 or scores.shape[1] != self.num_experts or topk != self.topk:
-            self._refuse_call(scores, topk, scores.shape[0])
-        if answer.topk_ids is not None and answer.topk_ids.shape != (scores.shape[0], topk):
+        if recompute:
             raise ValueError(
                 f"ReplaySession: {self.name} recomputes {scores.shape[0]} tokens, its first pass"
-                f" had {answer.topk_ids.shape[0]}"
+                f" had {mask.shape[0]}"
             )
+        raise ValueError(
+            f"{self._where()}: the router holds {scores.shape[0]} tokens, the layout"
+            f" {mask.shape[0]}"
+        )

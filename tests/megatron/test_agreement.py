@@ -5,9 +5,6 @@ after another, an all-reduce after each as the step's first collective, and says
 """
 
 import contextlib
-import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,27 +14,17 @@ import torch
 import torch.distributed as dist
 
 from packhorse.replay.agreement import Agreement
-
-WORLD = 2
-TIMEOUT_S = 120
+from tests.megatron.two_ranks import WORLD, join, leave, run_two_ranks
 
 
 def run_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    from packhorse.replay.cpu_megatron import install_cpu_shims
-
-    install_cpu_shims()
+    join(rank, folder)
     from megatron.core import parallel_state, tensor_parallel
 
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", world_size=WORLD, rank=rank
-    )
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     results = {name: end_of(case, rank) for name, case in CASES.items()}
-    (folder / f"rank{rank}.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave(results, rank, folder)
 
 
 def end_of(case, rank: int) -> str:
@@ -248,30 +235,7 @@ BAD = (
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> list[dict]:
-    folder = tmp_path_factory.mktemp("agreement")
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(root)])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(folder)],
-            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(WORLD)
-    ]
-    deadline = time.monotonic() + TIMEOUT_S
-    try:
-        errors = [
-            process.communicate(timeout=max(1.0, deadline - time.monotonic()))[1]
-            for process in processes
-        ]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(errors)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD)]
+    return run_two_ranks(__file__, tmp_path_factory.mktemp("agreement"))
 
 
 @pytest.mark.parametrize("case", ["good", "nothing_stays_and_the_next_schedule_runs"])

@@ -295,7 +295,9 @@ def test_nothing_of_a_sampled_schedule_is_read(monkeypatch, no_host_sync):
         return call
 
     monkeypatch.setattr(RouterTargets, "get_replay_topk", guarded(RouterTargets.get_replay_topk))
-    monkeypatch.setattr(session_module._Schedule, "tally", guarded(session_module._Schedule.tally))
+    monkeypatch.setattr(
+        session_module._Schedule, "tallies", guarded(session_module._Schedule.tallies)
+    )
     monkeypatch.setattr(
         session_module.RouteSample, "add_padding", guarded(session_module.RouteSample.add_padding)
     )
@@ -310,8 +312,10 @@ def test_nothing_of_a_sampled_schedule_is_read(monkeypatch, no_host_sync):
 def test_figures_of_no_schedule_and_of_a_failed_one_are_errors():
     model = build_model()
     session = make_session(model, sample_routes_every=1)
-    with pytest.raises(ValueError, match=r"ReplaySession\.tally: no schedule has completed yet"):
-        session.metrics()
+    for method in (session.metrics, session.tally):
+        said = rf"ReplaySession\.{method.__name__}: no schedule has completed yet"
+        with pytest.raises(ValueError, match=said):
+            method()
 
     def fail(*_):
         raise RuntimeError("in the middle")
