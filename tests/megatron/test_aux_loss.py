@@ -1,6 +1,5 @@
 """Router losses under replay against formulas in NumPy: values, gradients, masks, recompute."""
 
-import contextlib
 import math
 import os
 import subprocess
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from packhorse.replay.aux_loss import aux_loss_needs_shim, can_replay_aux_loss
 from tests.megatron.helpers import (
     DEVICE,
     EXPERTS,
@@ -20,7 +18,6 @@ from tests.megatron.helpers import (
     RouteLog,
     assert_clean,
     assert_same_gradients,
-    build_model,
     gradients_of,
     make_batch,
     make_session,
@@ -29,67 +26,9 @@ from tests.megatron.helpers import (
     routers_of,
     run_schedule,
 )
+from tests.megatron.loss_helpers import COEFFICIENT, KINDS, LossLog, build
 
 ROOT = Path(__file__).parents[2]
-KINDS = ["aux_loss", "seq_aux_loss", "global_aux_loss"]
-COEFFICIENT = 0.25
-
-
-def build(kind="aux_loss", coefficient=COEFFICIENT, num_layers=1, **over):
-    settings = {
-        "moe_router_load_balancing_type": kind,
-        "moe_aux_loss_coeff": coefficient,
-        "moe_router_enable_expert_bias": False,
-        "num_layers": num_layers,
-        **over,
-    }
-    forget_logged_losses()
-    return build_model(**settings)
-
-
-def forget_logged_losses():
-    """Megatron's log is process-global, sized by the first model's layers."""
-    try:
-        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-    except ImportError:
-        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
-
-        get_moe_layer_wise_logging_tracker().clear()
-    else:
-        get_moe_metrics_tracker()._metrics.clear()
-
-
-class LossLog:
-    """Every load-balancing loss that Megatron attaches, and each router's inputs, in order."""
-
-    def __init__(self, model):
-        self.losses, self.inputs = [], []
-        self._routers = routers_of(model)
-
-    def __enter__(self):
-        from megatron.core.transformer.moe.router import TopKRouter
-
-        self._original = TopKRouter.attach_and_log_load_balancing_loss
-        log = self
-
-        def attach(router, activation, coefficient, loss, *args, **options):
-            log.losses.append(loss.detach().item())
-            return log._original(router, activation, coefficient, loss, *args, **options)
-
-        def keep(router, inputs):
-            if torch.is_grad_enabled():
-                log.inputs.append(inputs[0].detach().double().cpu().numpy())
-
-        TopKRouter.attach_and_log_load_balancing_loss = attach
-        self._hooks = [router.register_forward_pre_hook(keep) for router in self._routers]
-        return self
-
-    def __exit__(self, *exc):
-        from megatron.core.transformer.moe.router import TopKRouter
-
-        TopKRouter.attach_and_log_load_balancing_loss = self._original
-        for hook in self._hooks:
-            hook.remove()
 
 
 # --- the oracle -----------------------------------------------------------------------------------
@@ -223,7 +162,7 @@ def test_routes_equal_to_the_live_choice_give_megatrons_own_loss(kind, name):
             recorded,
             [make_batch(with_routes=False, lengths=batch.microbatch.layout.lengths)],
         )
-    rows = [call.rows for call in routes.calls]  # one call a layer
+    rows = [routes.of(router, recompute=False)[0] for router in routers_of(recorded)]
     values, start = batch.microbatch.routes.values, 0
     for i, captured in enumerate(batch.microbatch.captured):
         for s, layer in np.ndindex(captured, 3):
@@ -427,89 +366,7 @@ def test_z_loss_is_the_mean_over_real_tokens(recompute, pass_mask):
         assert min(abs(value.item() / c - 1) for c in candidates) < 1e-5
 
 
-# --- what this Megatron-core does -----------------------------------------------------------------
-
-
-def test_every_release_balances_its_own_choice():
-    """None that is supported knows of replayed routes in its loss; one that does needs no shim."""
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    assert aux_loss_needs_shim(TopKRouter)
-
-
-def later_router():
-    """A router whose loss sees the replayed routes by itself."""
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    class LaterRouter(TopKRouter):
-        def routing(self, logits, padding_mask=None):
-            taken = {}
-
-            class Keeps:
-                def get_replay_topk(_, *args, **options):
-                    scores, ids = replay.get_replay_topk(*args, **options)
-                    taken["ids"] = ids
-                    return scores, ids
-
-            def with_taken(name):
-                under = getattr(self, name)
-
-                def apply(probs, scores, routing_map, *args, **options):
-                    routing_map = torch.zeros_like(routing_map).scatter(1, taken["ids"], True)
-                    if padding_mask is not None:
-                        routing_map = routing_map & ~padding_mask.reshape(-1, 1)
-                    return under(probs, scores, routing_map, *args, **options)
-
-                return apply
-
-            replay = self.router_replay
-            methods = {f"_apply_{kind}": with_taken(f"_apply_{kind}") for kind in KINDS}
-            vars(self).update(methods)
-            if replay is not None:
-                self.router_replay = Keeps()
-            try:
-                return TopKRouter.routing(self, logits, padding_mask=padding_mask)
-            finally:
-                for name in methods:
-                    vars(self).pop(name)
-                self.router_replay = replay
-
-    return LaterRouter
-
-
-def test_a_megatron_whose_loss_sees_replayed_routes_keeps_its_own_map():
-    LaterRouter = later_router()
-    assert not aux_loss_needs_shim(LaterRouter)
-    losses = []
-    for router_class in (None, LaterRouter):
-        model = build(num_layers=3)
-        for router in routers_of(model):
-            router.__class__ = router_class or router.__class__
-        with LossLog(model) as log:
-            run_schedule(make_session(model), model, [make_batch()])
-        losses.append(log.losses)
-    assert losses[0] == losses[1]
-
-
-def test_a_megatron_that_computes_the_loss_elsewhere_is_refused_by_name():
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    class Inline(TopKRouter):
-        def __getattribute__(self, name):
-            if name == "_apply_seq_aux_loss":
-                raise AttributeError(name)
-            return super().__getattribute__(name)
-
-    model = build("seq_aux_loss")
-    routers_of(model)[0].__class__ = Inline
-    assert not can_replay_aux_loss(routers_of(model)[0])
-    with pytest.raises(
-        ValueError,
-        match=r"seq_aux_loss with coefficient 0\.25 balances the router's own top-k in this",
-    ):
-        make_session(model, 1)
-    with contextlib.suppress(AttributeError):
-        make_session(model, 1, allow_live_aux_loss=True)
+# --- MTP heads ----------------------------------------------------------------------------------
 
 
 def test_mtp_heads_balance_over_their_real_tokens():
