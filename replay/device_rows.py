@@ -5,7 +5,8 @@ J layers of a chunk, K experts a token.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,34 +17,49 @@ from packhorse.replay.microbatch import ReplayMicrobatch
 from packhorse.replay.routers import spread_offset
 
 
-@dataclass(frozen=True, eq=False)
 class MicrobatchRows:
     """Made once a microbatch; the same for every chunk of a rank.
 
-    Attributes:
+    Args:
         microbatch: whose rows these are.
-        row_ids: [T] int64 rows of the packed routes, -1: none.
-        live_rows: [T] bool, True where the router chooses; None: nowhere.
-        padding_mask: [T] bool, True for slots neither replayed nor live.
     """
 
-    microbatch: ReplayMicrobatch
-    row_ids: Tensor
-    live_rows: Tensor | None
-    padding_mask: Tensor
+    def __init__(self, microbatch: ReplayMicrobatch) -> None:
+        self.microbatch = microbatch
+        self._row_ids: Tensor | None = None
+        self._without_row: Tensor | None = None
 
     @classmethod
     def build(cls, microbatch: ReplayMicrobatch) -> "MicrobatchRows":
-        layout = microbatch.layout
-        row_ids = layout.route_row_ids(microbatch.captured)
-        live_rows, mask = None, row_ids < 0
-        if any(microbatch.live_counts):
-            live_ids = layout.row_ids(
-                microbatch.live_counts, starts=microbatch.captured, slice=layout.sequence_parallel
-            )
-            live_rows = live_ids >= 0
-            mask = mask & ~live_rows
-        return cls(microbatch, row_ids, live_rows, mask)
+        """Nothing is launched before it is asked for."""
+        return cls(microbatch)
+
+    @property
+    def row_ids(self) -> Tensor:
+        """[T] int64 rows of the packed routes, -1: none."""
+        if self._row_ids is None:
+            self._row_ids = self.microbatch.layout.route_row_ids(self.microbatch.captured)
+        return self._row_ids
+
+    @cached_property
+    def live_rows(self) -> Tensor | None:
+        """[T] bool, True where the router chooses; None: nowhere."""
+        microbatch, layout = self.microbatch, self.microbatch.layout
+        if not microbatch.num_live:
+            return None
+        live_ids = layout.row_ids(
+            microbatch.live_counts, starts=microbatch.captured, slice=layout.sequence_parallel
+        )
+        return live_ids >= 0
+
+    @cached_property
+    def padding_mask(self) -> Tensor:
+        """[T] bool, True for slots neither replayed nor live."""
+        if self._without_row is None:
+            self._without_row = self.row_ids < 0
+        if self.live_rows is None:
+            return self._without_row
+        return self._without_row & ~self.live_rows
 
     def model_mask(self, *, scattered_by_model: bool) -> Tensor:
         """[B, S] bool for the model: whole where it slices the mask itself, else this rank's."""
@@ -80,21 +96,23 @@ class MicrobatchRows:
         """[J, T, K] ``dtype``: experts of the layers at these ``positions`` of the axis."""
         routes = self.microbatch.routes
         assert routes is not None
-        values, layers = routes.values, _as_range(positions)
-        device = self.microbatch.layout.device
-        if values.device != device:
-            values, layers = _copy_layers(values, layers, device)
+        layout, layers = self.microbatch.layout, _as_range(positions)
         spread = self.microbatch.dummy == "spread"
-        topk_ids, _ = gather_routes(
-            values,
-            self.row_ids,
-            layers,
-            num_experts=num_experts,
-            dtype=dtype,
-            dummy=self.microbatch.dummy,
-            ep_size=ep_size,
-            spread_offset=spread_offset(self.microbatch.layout, topk) if spread else 0,
-        )
+        options: dict[str, Any] = {
+            "num_experts": num_experts,
+            "dtype": dtype,
+            "dummy": self.microbatch.dummy,
+            "ep_size": ep_size,
+            "spread_offset": spread_offset(layout, topk) if spread else 0,
+        }
+        if self._row_ids is None and routes.device == layout.device:  # the first chunk
+            gathered = layout.gather_routes(routes, layers, **options)
+            topk_ids, self._without_row, self._row_ids = gathered
+        else:
+            values = routes.values
+            if values.device != layout.device:
+                values, layers = _copy_layers(values, layers, layout.device)
+            topk_ids, self._without_row = gather_routes(values, self.row_ids, layers, **options)
         if CHECK_VALUES and topk > 1:
             ordered = topk_ids.sort(-1).values
             distinct = (ordered[..., 1:] != ordered[..., :-1]).all()
@@ -103,6 +121,8 @@ class MicrobatchRows:
 
     def any_covered(self, depth: int = 0) -> bool:
         """Whether an MTP head of this depth (0: the decoder) has any row that is no padding."""
+        if depth == 0:
+            return self.microbatch.num_replayed + self.microbatch.num_live > 0
         return any(count > depth for count in self._covered())
 
     def _covered(self) -> list[int]:

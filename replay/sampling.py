@@ -12,20 +12,21 @@ Everything stays on the device; nothing is read.
     routes/*, padding/*     a rank's own tokens and layers; without sequence parallelism the same on
                             every tensor rank
 
-``counted_once`` keeps each of these on one of the ranks that have the same, and 0 on the others: an
-all-reduce of each name over all ranks then counts every micro-batch, token and layer once.
+``ScheduleCounts.counted_once`` keeps each of these on one of the ranks that have the same, and 0 on
+the others: an all-reduce of each name over all ranks then counts every micro-batch, token and layer
+once.
 
 Sizes: L captured layers, J layers of a chunk, T token slots, K experts a token.
 """
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from packhorse.replay.layout import TokenLayout
 from packhorse.replay.metrics import Tally, merge_tallies, tally_padding
 from packhorse.replay.targets import RouterTargets
 
@@ -89,29 +90,34 @@ class RouteSample:
         return torch.cat([found.get(position, none) for position in range(self._axis_length)])
 
 
-def counted_once(
-    rows: Iterable[tuple[Tally, TokenLayout]],
-    sampled: Tally,
-    *,
-    tp_rank: int,
-    pp_rank: int,
-    sequence_parallel: bool,
-) -> Tally:
-    """The tally of a schedule as this rank adds it to the others'.
+@dataclass(frozen=True)
+class ScheduleCounts:
+    """What a schedule counted; merged where it is asked for.
 
-    Args:
-        rows: ``tally_rows`` of each microbatch, and its layout.
+    Attributes:
+        rows: ``tally_rows`` of each microbatch, and the context-parallel rank of its layout.
         sampled: of ``RouteSample.tally``, or empty.
-        tp_rank, pp_rank: of this process.
         sequence_parallel: routers of the tensor ranks see different tokens.
     """
-    tallies = []
-    for tally, layout in rows:
-        first = tp_rank == 0 and pp_rank == 0 and layout.cp_rank == 0
-        tallies.append(tally if first else dict.fromkeys(tally, 0))
-    if tp_rank and not sequence_parallel:
-        sampled = {name: torch.zeros_like(counts) for name, counts in sampled.items()}
-    return merge_tallies([*tallies, sampled])
+
+    rows: Sequence[tuple[Tally, int]]
+    sampled: Tally
+    sequence_parallel: bool
+
+    def own(self) -> Tally:
+        """Of what this rank ran."""
+        return merge_tallies([*(tally for tally, _ in self.rows), self.sampled])
+
+    def counted_once(self, tp_rank: int, pp_rank: int) -> Tally:
+        """What this rank adds to the others'."""
+        sampled = self.sampled
+        if tp_rank and not self.sequence_parallel:
+            sampled = {name: torch.zeros_like(counts) for name, counts in sampled.items()}
+        rows = [
+            dict.fromkeys(tally, 0) if tp_rank or pp_rank or cp_rank else tally
+            for tally, cp_rank in self.rows
+        ]
+        return merge_tallies([*rows, sampled])
 
 
 def rank_of(kind: Literal["tp", "pp"], model: Any) -> int:

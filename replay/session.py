@@ -17,7 +17,6 @@ E experts. Megatron-core 0.16.1 to 0.19.2.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,12 +33,12 @@ from packhorse.replay.device_rows import MicrobatchRows
 from packhorse.replay.expert_bias import install_expert_bias_shim
 from packhorse.replay.host import is_int
 from packhorse.replay.layout import TokenLayout
-from packhorse.replay.metrics import Tally, merge_tallies, tally_metrics, tally_rows
+from packhorse.replay.metrics import Tally, tally_metrics, tally_rows
 from packhorse.replay.microbatch import ReplayMicrobatch
 from packhorse.replay.routers import CapturedLayers, LocatedRouter
-from packhorse.replay.sampling import RouteSample, counted_once, rank_of
+from packhorse.replay.sampling import RouteSample, ScheduleCounts, rank_of
 from packhorse.replay.survey import Chunk, Survey, check_microbatches, router_name
-from packhorse.replay.targets import OpenMicrobatch, RouterTargets
+from packhorse.replay.targets import MicrobatchSlot, OpenMicrobatch, RouterTargets
 
 __all__ = [
     "CapturedLayers",
@@ -148,10 +147,12 @@ class ReplaySession:
                     f" {sample_routes_every!r}"
                 )
             self._survey = _first_survey(model, captured_layers, allow_live_aux_loss)
+            first = self._survey.chunks()[0].module
+            self._tp_rank, self._pp_rank = rank_of("tp", first), rank_of("pp", first)
+        self._targets: _Targets | None = None
         self._sample_every = sample_routes_every
         self._opened_with_routes = {True: 0, False: 0}  # by whether gradients were on
-        self._own_tally: Tally | None = None
-        self._tally: Tally | None = None
+        self._counts: ScheduleCounts | None = None
         self._schedule: _Schedule | None = None
         self._report: ScheduleReport | None = None
         self._live_aux_loss = allow_live_aux_loss
@@ -180,8 +181,8 @@ class ReplaySession:
                 facts.own = opened.facts()
             check_all_ranks(name, facts)
             on_failure.pop_all()
-        if Fact.WITH_ROUTES in facts.joined and self._sample_every:
-            kind = Fact.GRADIENTS in facts.joined
+        if self._sample_every and facts.joined & Fact.WITH_ROUTES:
+            kind = bool(facts.joined & Fact.GRADIENTS)
             if self._opened_with_routes[kind] % self._sample_every == 0:
                 opened.sample()
             self._opened_with_routes[kind] += 1
@@ -190,7 +191,7 @@ class ReplaySession:
             self._schedule = opened
             yield self
             opened.finish()
-            self._own_tally, self._tally = opened.tallies()
+            self._counts = opened.counts()
             completed = True
         finally:
             self._schedule = None
@@ -209,7 +210,9 @@ class ReplaySession:
         chunks = self._survey.chunks()
         given = list(microbatches)
         check_microbatches(f"{_NAME}.schedule", chunks, given)
-        opened = _Schedule(chunks, given, live_aux_loss=self._live_aux_loss)
+        if self._targets is None or self._targets.chunks is not chunks:
+            self._targets = _Targets(chunks)
+        opened = _Schedule(self._targets, given, live_aux_loss=self._live_aux_loss)
         opened.install()
         return opened
 
@@ -261,9 +264,9 @@ class ReplaySession:
         rank counts its own tokens and layers (tensor ranks without sequence parallelism have the
         same: the first one does).
         """
-        if self._tally is None:
+        if self._counts is None:
             raise ValueError(f"{_NAME}.tally: no schedule has completed yet")
-        return dict(self._tally)
+        return self._counts.counted_once(self._tp_rank, self._pp_rank)
 
     def metrics(self) -> dict[str, Any]:
         """``tally_metrics`` of the last completed schedule: this rank's figures, none of them read.
@@ -273,9 +276,9 @@ class ReplaySession:
         route mismatch, per captured layer and in total, and the padding that each expert-parallel
         rank gets from here.
         """
-        if self._own_tally is None:
+        if self._counts is None:
             raise ValueError(f"{_NAME}.metrics: no schedule has completed yet")
-        return tally_metrics(self._own_tally)
+        return tally_metrics(self._counts.own())
 
 
 # --- before the first forward ---------------------------------------------------------------------
@@ -306,34 +309,48 @@ def _first_survey(model: object, captured_layers: object, allow_live_aux_loss: b
 # --- one schedule ---------------------------------------------------------------------------------
 
 
+class _Targets:
+    """What stands on the routers of these chunks, schedule after schedule."""
+
+    def __init__(self, chunks: list[Chunk]) -> None:
+        self.chunks = chunks
+        self.slots = [MicrobatchSlot() for _ in chunks]
+        self.decoder: list[list[RouterTargets]] = []
+        self.mtp: list[list[RouterTargets]] = []
+        for chunk, slot in zip(chunks, self.slots, strict=True):
+            self.decoder.append(
+                [_make_targets(chunk, router, j, slot) for j, router in enumerate(chunk.routers)]
+            )
+            self.mtp.append([_make_targets(chunk, router) for router in chunk.masked_mtp_routers])
+        self.all = [target for part in (*self.decoder, *self.mtp) for target in part]
+
+
 class _Schedule:
     """State of one schedule: the objects on the routers and each chunk's count."""
 
     def __init__(
         self,
-        chunks: list[Chunk],
+        targets: _Targets,
         microbatches: list[ReplayMicrobatch],
         *,
         live_aux_loss: bool,
     ) -> None:
-        self._chunks = chunks
+        self._chunks = chunks = targets.chunks
         self._microbatches = microbatches
         self._live_aux_loss = live_aux_loss
         self._begun = [0] * len(chunks)
         self._rows: dict[int, MicrobatchRows] = {}
         self._undo: list[Callable[[], None]] = []
-        self._targets: list[list[RouterTargets]] = []
-        self._mtp: list[list[RouterTargets]] = []
-        for chunk in chunks:
-            self._targets.append(
-                [_make_targets(chunk, router, j) for j, router in enumerate(chunk.routers)]
-            )
-            self._mtp.append([_make_targets(chunk, router) for router in chunk.masked_mtp_routers])
+        self._replaced: list[tuple[Any, Any]] = []  # router, what stood on it
+        self._slots, self._targets, self._mtp = targets.slots, targets.decoder, targets.mtp
+        self._all_targets = targets.all
+        for target in targets.all:
+            target.begin_schedule()
         self._sample: RouteSample | None = None
 
-    def facts(self) -> Fact:
-        """What this rank tells the others."""
-        facts = Fact.GRADIENTS if torch.is_grad_enabled() else Fact.NOTHING
+    def facts(self) -> int:
+        """Bits of ``Fact``: what this rank tells the others."""
+        facts = Fact.GRADIENTS if torch.is_grad_enabled() else 0
         if self._microbatches[0].routes is None:
             return facts | Fact.WITHOUT_ROUTES
         facts |= Fact.WITH_ROUTES
@@ -378,7 +395,7 @@ class _Schedule:
 
     def _place(self, module: Any, target: RouterTargets, has_losses: bool) -> None:
         target.layer_number = module.layer_number
-        self._undo.append(functools.partial(_put_replay, module, module.router_replay))
+        self._replaced.append((module, module.router_replay))
         _put_replay(module, target)
         if target.layer == 0 and not target.is_mtp:  # a chunk's routers see the same rows
             self._undo.append(module.register_forward_pre_hook(target.check_input).remove)
@@ -389,13 +406,11 @@ class _Schedule:
     def uninstall(self) -> None:
         while self._undo:
             self._undo.pop()()
+        while self._replaced:
+            _put_replay(*self._replaced.pop())
         self._rows.clear()
-        for target in self._all_targets():
+        for target in self._all_targets:
             target.forget()
-
-    def _all_targets(self) -> Iterator[RouterTargets]:
-        for targets in (*self._targets, *self._mtp):
-            yield from targets
 
     # --- microbatches -----------------------------------------------------------------------------
 
@@ -410,9 +425,9 @@ class _Schedule:
         microbatch = self._microbatches[index]
         layout = microbatch.layout
         targets, mtp = self._targets[chunk.index], self._mtp[chunk.index]
-        if index not in self._rows:
-            self._rows[index] = MicrobatchRows.build(microbatch)
-        rows = self._rows[index]
+        rows = self._rows.get(index)
+        if rows is None:
+            rows = self._rows[index] = MicrobatchRows.build(microbatch)
         batch = layout.num_sequences if layout.format == "bshd" else 1
         shape = (layout.num_rank_tokens // max(batch, 1), batch)
         wants_grad = torch.is_grad_enabled()
@@ -443,8 +458,7 @@ class _Schedule:
             wants_grad,
             compared,
         )
-        for target in targets:
-            target.open(opened)
+        self._slots[chunk.index].open(opened)
         for router, target in zip(chunk.masked_mtp_routers, mtp, strict=True):
             depths = _mtp_depths(router)
             target.open(
@@ -477,24 +491,17 @@ class _Schedule:
                 raise ValueError(
                     f"{_NAME}.schedule: chunk {chunk.index} began {begun} microbatches of {given}"
                 )
-        for target in self._all_targets():
-            target.close()
-        for target in self._all_targets():
+        for slot in self._slots:
+            slot.close()
+        for target in self._all_targets:
             target.check_nothing_left()
 
-    def tallies(self) -> tuple[Tally, Tally]:
-        """This rank's own, and what it adds to those of all ranks."""
-        sampled = {} if self._sample is None else self._sample.tally()
-        rows = [(tally_rows(part), part.layout) for part in self._microbatches]
-        model = self._chunks[0].module
-        once = counted_once(
-            rows,
-            sampled,
-            tp_rank=rank_of("tp", model),
-            pp_rank=rank_of("pp", model),
+    def counts(self) -> ScheduleCounts:
+        return ScheduleCounts(
+            rows=[(tally_rows(part), part.layout.cp_rank) for part in self._microbatches],
+            sampled={} if self._sample is None else self._sample.tally(),
             sequence_parallel=bool(self._chunks[0].config.sequence_parallel),
         )
-        return merge_tallies([*(tally for tally, _ in rows), sampled]), once
 
     def report(self, completed: bool) -> ScheduleReport:
         return ScheduleReport(
@@ -522,19 +529,23 @@ class _Schedule:
 
 
 def _put_replay(module: Any, replay: Any) -> None:
-    if "router_replay" in vars(module):  # past nn.Module's own setter, which is slow
-        vars(module)["router_replay"] = replay
+    own = module.__dict__
+    if "router_replay" in own:  # past nn.Module's own setter, which is slow
+        own["router_replay"] = replay
     else:
         module.router_replay = replay
 
 
-def _make_targets(chunk: Chunk, router: LocatedRouter, layer: int = 0) -> RouterTargets:
+def _make_targets(
+    chunk: Chunk, router: LocatedRouter, layer: int = 0, slot: MicrobatchSlot | None = None
+) -> RouterTargets:
     return RouterTargets(
         router_name(chunk.index, router),
         layer=layer,
         num_experts=router.module.num_experts,
         topk=router.module.topk,
         is_mtp=router.is_mtp,
+        slot=slot,
     )
 
 

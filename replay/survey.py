@@ -211,26 +211,22 @@ def check_microbatches(
             " of a schedule have routes or none has (routes without rows are legal)"
         )
     for chunk in chunks:
+        first = chunk.routers[0] if chunk.routers else None
+        device = None if first is None else first.module.weight.device
         for i, microbatch in enumerate(microbatches):
-            first = chunk.routers[0] if chunk.routers else None
             wrong = _routers.check_layout(microbatch.layout, chunk.config, first)
             if wrong:
                 raise ValueError(f"{name}: microbatch {i}: the layout has {wrong}")
-            if first is not None:
-                _check_device(name, i, microbatch, first)
+            wanted = microbatch.layout.device
+            moves = wanted.type == "cuda" and device is not None and device.type == "cpu"
+            if first is not None and device != wanted and not moves:  # in its first forward
+                raise ValueError(
+                    f"{name}: microbatch {i}: the layout is on {wanted}, router {first.path} on"
+                    f" {device}"
+                )
             if microbatch.routes is not None:
                 _check_axes(name, i, microbatch, chunk)
                 microbatch.check_content(i, chunk.num_experts, chunk.positions)
-
-
-def _check_device(name: str, i: int, microbatch: ReplayMicrobatch, router: LocatedRouter) -> None:
-    device, wanted = router.module.weight.device, microbatch.layout.device
-    moves = device.type == "cpu" and wanted.type == "cuda"  # in the router's first forward
-    if device != wanted and not moves:
-        raise ValueError(
-            f"{name}: microbatch {i}: the layout is on {microbatch.layout.device}, router"
-            f" {router.path} on {device}"
-        )
 
 
 def _check_axes(name: str, i: int, microbatch: ReplayMicrobatch, chunk: Chunk) -> None:

@@ -17,19 +17,21 @@ and a microbatch whose backward is left out does not shift the others.
 Sizes: T token slots of the rank's routers, K experts a token, E experts.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _current_graph_task_id as _graph_task_id
 
 from packhorse.replay.metrics import Tally, merge_tallies, tally_routes
 
 
 def in_backward() -> bool:
     """Whether the autograd engine is running on this thread: a forward here is a recompute."""
-    return torch._C._current_graph_task_id() != -1
+    return _graph_task_id() != -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +62,46 @@ class OpenMicrobatch:
     compared_rows: Tensor | None = None
 
 
+class MicrobatchSlot:
+    """Where a chunk's routers find the open microbatch: opened once for all of them.
+
+    Attributes:
+        current: the open microbatch, or None.
+        num_rows: T of it.
+        targets: of the routers that must ask in each microbatch.
+        asked: routers that have asked for it.
+    """
+
+    def __init__(self) -> None:
+        self.current: OpenMicrobatch | None = None
+        self.num_rows = 0
+        self.targets: list[RouterTargets] = []
+        self.asked = 0
+
+    def open(self, microbatch: OpenMicrobatch) -> None:
+        """Answer for this microbatch from now on; the one before must have been asked for."""
+        self.close()
+        self.current = microbatch
+        self.num_rows = microbatch.padding_masks[0].shape[0]
+        self.asked = 0
+
+    def close(self) -> None:
+        """Check that every router asked for the open microbatch, and answer nothing more.
+
+        Raises:
+            ValueError: a router never asked; names router and microbatch.
+        """
+        opened, self.current = self.current, None
+        if opened is None or self.asked >= len(self.targets):
+            return
+        for target in self.targets:
+            if not target.has_asked(opened):
+                raise ValueError(
+                    f"ReplaySession: {target.name} was never asked for its routes in microbatch"
+                    f" {opened.index}: its forward did not run, or ran without consulting replay"
+                )
+
+
 class Answer(NamedTuple):
     """What a router was told in one call.
 
@@ -78,6 +120,10 @@ class Answer(NamedTuple):
     has_rows: bool
 
 
+#: ``Answer(*fields)`` of a tuple of its fields, in a third of the time
+_answer_of: Callable[[tuple[Any, ...]], Answer] = functools.partial(tuple.__new__, Answer)
+
+
 class _FirstPass(NamedTuple):
     sequence: int  # number of the next autograd node at the call
     microbatch: int
@@ -92,6 +138,7 @@ class RouterTargets:
         layer: of the router among those of ``OpenMicrobatch.targets``.
         num_experts, topk: E and K of the router.
         is_mtp: the router chooses itself in both passes; only its padding mask is ours.
+        slot: shared by the routers of a chunk; None: one of its own.
 
     Attributes:
         answer: of the call that asked last; the expert-bias and loss shims read it.
@@ -102,7 +149,14 @@ class RouterTargets:
     layer_number: int | None = None
 
     def __init__(
-        self, name: str, *, layer: int = 0, num_experts: int, topk: int, is_mtp: bool = False
+        self,
+        name: str,
+        *,
+        layer: int = 0,
+        num_experts: int,
+        topk: int,
+        is_mtp: bool = False,
+        slot: MicrobatchSlot | None = None,
     ) -> None:
         self.name = name
         self.layer = layer
@@ -113,30 +167,32 @@ class RouterTargets:
         self.tally: Tally | None = None
         self.asked = 0
         self.recomputed = 0
-        self._open: OpenMicrobatch | None = None
-        self._calls = 0  # of the open microbatch
+        self._slot = MicrobatchSlot() if slot is None else slot
+        if not is_mtp:
+            self._slot.targets.append(self)
+        self._answered: OpenMicrobatch | None = None  # the last one that was asked for
+        self._calls = 0  # for it
         self._remembered: list[_FirstPass] = []  # ascending in sequence
         self._recomputed_by: dict[int, int] = {}  # checkpoint node -> the backward that ran it
 
     # --- the session's side -----------------------------------------------------------------------
 
+    @property
+    def _open(self) -> OpenMicrobatch | None:
+        return self._slot.current
+
     def open(self, microbatch: OpenMicrobatch) -> None:
-        """Answer for this microbatch from now on; the one before must have been asked for."""
-        self.close()
-        self._open, self._calls = microbatch, 0
+        """``MicrobatchSlot.open``, for a router that stands alone."""
+        self._slot.open(microbatch)
 
-    def close(self) -> None:
-        """Check that the open microbatch was asked for, and answer nothing more.
+    def has_asked(self, microbatch: OpenMicrobatch) -> bool:
+        """Whether the router was last asked for this microbatch."""
+        return self._answered is microbatch
 
-        Raises:
-            ValueError: the router never asked; names router and microbatch.
-        """
-        opened, self._open = self._open, None
-        if opened is not None and not self._calls and not self.is_mtp:
-            raise ValueError(
-                f"ReplaySession: {self.name} was never asked for its routes in microbatch"
-                f" {opened.index}: its forward did not run, or ran without consulting replay"
-            )
+    def begin_schedule(self) -> None:
+        """Count from 0 again."""
+        self.asked = self.recomputed = 0
+        self.tally = None
 
     def check_nothing_left(self) -> None:
         """Raises ``ValueError`` if a first pass was remembered and not recomputed."""
@@ -151,7 +207,7 @@ class RouterTargets:
 
     def forget(self) -> None:
         """Drop every tensor."""
-        self._open, self.answer = None, None
+        self._slot.current, self._answered, self.answer = None, None, None
         self._remembered.clear()
         self._recomputed_by.clear()
 
@@ -184,9 +240,9 @@ class RouterTargets:
     ) -> tuple[Tensor, Tensor]:
         """Scores [T, K] and ids [T, K] int64 for ``scores`` [T, E]; what Megatron calls."""
         assert default_compute_topk is not None
-        if in_backward():
+        if _graph_task_id() != -1:
             answer = self._recall()
-            self._check_call(scores, topk, answer.padding_mask, recompute=True)
+            self._check_call(scores, topk, answer.padding_mask.shape[0], recompute=True)
         else:
             answer = self._answer(scores, topk, num_groups, group_topk, default_compute_topk)
         self.answer = answer
@@ -205,13 +261,17 @@ class RouterTargets:
         group_topk: int | None,
         compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> Answer:
-        opened = self._open
+        slot = self._slot
+        opened = slot.current
         if opened is None:
             raise ValueError(
                 f"ReplaySession: {self.name} ran outside a microbatch: forward_step must call"
                 " session.begin(model) before each forward of the model"
             )
-        if self._calls == len(opened.padding_masks):
+        if self._answered is not opened:
+            self._answered, self._calls = opened, 0
+            slot.asked += 1
+        elif self._calls == len(opened.padding_masks):
             raise ValueError(
                 f"{self._where()}: the router was asked for a second time: forward_step must call"
                 " session.begin(model) before each forward of the model"
@@ -219,16 +279,16 @@ class RouterTargets:
         mask, has_rows = opened.padding_masks[self._calls], opened.has_rows[self._calls]
         self._calls += 1
         self.asked += 1
-        self._check_call(scores, topk, mask)
-        if scores.device != mask.device:
+        self._check_call(scores, topk, slot.num_rows)
+        if self.layer == 0 and scores.device != mask.device:  # a chunk's routers share a device
             raise ValueError(
                 f"{self._where()}: the router is on {scores.device}, the layout on {mask.device}"
             )
         if self.is_mtp:
-            answer = Answer(None, mask, None, False, has_rows)
+            answer = _answer_of((None, mask, None, False, has_rows))
         elif opened.targets is None:
             chosen = compute_topk(scores.detach(), topk, num_groups, group_topk)[1]
-            answer = Answer(chosen, mask, None, False, has_rows)
+            answer = _answer_of((chosen, mask, None, False, has_rows))
         else:
             topk_ids, live_rows = opened.targets[self.layer], opened.live_rows
             if live_rows is not None or opened.compared_rows is not None:
@@ -237,7 +297,7 @@ class RouterTargets:
                 self._compare(chosen, topk_ids, opened.compared_rows)
                 if live_rows is not None:
                     topk_ids = torch.where(live_rows[:, None], chosen, topk_ids)
-            answer = Answer(topk_ids, mask, live_rows, True, has_rows)
+            answer = _answer_of((topk_ids, mask, live_rows, True, has_rows))
         if opened.wants_grad and not torch.is_grad_enabled():
             self._remember(opened.index, answer)
         return answer
@@ -260,7 +320,7 @@ class RouterTargets:
         """The answer of the first pass that the running checkpoint node wraps: the earliest one
         after the node's own number."""
         node = torch._C._current_autograd_node()._sequence_nr()
-        backward = torch._C._current_graph_task_id()
+        backward = _graph_task_id()
         kept = self._kept_for(node)
         if kept is None or self._recomputed_by.setdefault(node, backward) != backward:
             raise ValueError(
@@ -281,9 +341,11 @@ class RouterTargets:
         if in_backward():
             kept = self._kept_for(torch._C._current_autograd_node()._sequence_nr())
             return None if kept is None else self._remembered[kept].answer.padding_mask
-        if self._open is None or self._calls == len(self._open.padding_masks):
+        opened = self._open
+        calls = self._calls if self._answered is opened else 0
+        if opened is None or calls == len(opened.padding_masks):
             return None
-        return self._open.padding_masks[self._calls]
+        return opened.padding_masks[calls]
 
     # --- checks -----------------------------------------------------------------------------------
 
@@ -292,9 +354,9 @@ class RouterTargets:
         return f"ReplaySession: {self.name}, microbatch {index}"
 
     def _check_call(
-        self, scores: Tensor, topk: int, mask: Tensor, *, recompute: bool = False
+        self, scores: Tensor, topk: int, num_rows: int, *, recompute: bool = False
     ) -> None:
-        if scores.shape == (mask.shape[0], self.num_experts) and topk == self.topk:
+        if scores.shape == (num_rows, self.num_experts) and topk == self.topk:
             return
         if scores.dim() != 2 or scores.shape[1] != self.num_experts or topk != self.topk:
             raise ValueError(
@@ -305,9 +367,8 @@ class RouterTargets:
         if recompute:
             raise ValueError(
                 f"ReplaySession: {self.name} recomputes {scores.shape[0]} tokens, its first pass"
-                f" had {mask.shape[0]}"
+                f" had {num_rows}"
             )
         raise ValueError(
-            f"{self._where()}: the router holds {scores.shape[0]} tokens, the layout"
-            f" {mask.shape[0]}"
+            f"{self._where()}: the router holds {scores.shape[0]} tokens, the layout {num_rows}"
         )

@@ -296,7 +296,7 @@ def test_nothing_of_a_sampled_schedule_is_read(monkeypatch, no_host_sync):
 
     monkeypatch.setattr(RouterTargets, "get_replay_topk", guarded(RouterTargets.get_replay_topk))
     monkeypatch.setattr(
-        session_module._Schedule, "tallies", guarded(session_module._Schedule.tallies)
+        session_module._Schedule, "counts", guarded(session_module._Schedule.counts)
     )
     monkeypatch.setattr(
         session_module.RouteSample, "add_padding", guarded(session_module.RouteSample.add_padding)
@@ -304,8 +304,10 @@ def test_nothing_of_a_sampled_schedule_is_read(monkeypatch, no_host_sync):
     model = build_model(**RECOMPUTE["moe"])
     session = make_session(model, sample_routes_every=1)
     monkeypatch.setattr(session, "metrics", guarded(session.metrics))
+    monkeypatch.setattr(session, "tally", guarded(session.tally))
     run_schedule(session, model, [make_batch(), make_batch(seed=1, **LIVE)])
-    figures = session.metrics()
+    figures, tally = session.metrics(), session.tally()
+    assert tally["routes/rows"].device == figures["routes/row_mismatch"].device
     assert figures["routes/row_mismatch"].device.type == make_batch().microbatch.layout.device.type
 
 
