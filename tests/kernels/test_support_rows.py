@@ -150,12 +150,12 @@ def runs_of_rows(lengths: list[int], num_rows: int, missing: int, device: str) -
     return torch.tensor(ids, device=device)
 
 
-@pytest.mark.parametrize("missing", [0, 1, 9])
-@pytest.mark.parametrize("lengths", [[300], [40, 1, 0, 130, 7], [5] * 30, [16] * 9], ids=str)
+@pytest.mark.parametrize("missing", [0, 9])
+@pytest.mark.parametrize("lengths", [[90], [40, 1, 0, 30, 7], [5] * 9, [16] * 4], ids=str)
 def test_rows_in_order_are_runs(lengths, missing, small_blocks, device):
     """Blocks within one run, across two, and of several short ones; widths past a span."""
-    token_ids, row_offsets = make_ragged(draw_widths(400, seed=5), device)
-    row_ids = runs_of_rows(lengths, 400 - 330, missing, device)
+    token_ids, row_offsets = make_ragged(draw_widths(200, seed=5), device)
+    row_ids = runs_of_rows(lengths, 70, missing, device)
     check_ragged(token_ids, row_offsets, row_ids)
 
 
