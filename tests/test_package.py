@@ -39,6 +39,7 @@ OPTIONAL = {
     "ray": {"packed/transport.py"},
     "safetensors": {"replay/checkpoint.py"},
     "matplotlib": {"replay/demo_plot.py"},
+    "tensordict": {"packed/batch_tensordict.py"},
     "nvtx": {"packhorse/_nvtx.py"},
 }  # fmt: skip
 READS_SWITCH = re.compile(r"(?:environ|getenv).{0,9}[\"'](PACKHORSE_\w+)")

@@ -1,0 +1,493 @@
+"""Batch.
+
+Oracle: a batch is a Python list of trajectories, a trajectory a dict of lists; every operation is
+done once more on those. Rows are moved, not computed, so nothing here has a tolerance.
+"""
+
+import copy
+import pickle
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from packhorse.packed.batch import Batch
+from packhorse.packed.buffer import join_trajectories, split_trajectories
+from packhorse.packed.fields import PACKED_FIELDS, PackedField, materialize, router_padding_mask
+from packhorse.packed.tensor import PackedTensor
+from tests.packed.batch_model import (
+    ENTROPY,
+    PATHS,
+    ROUTES,
+    SUPPORT,
+    check,
+    flat,
+    make_batch,
+    model_of,
+    padding_of,
+    synthetic_trajectory,
+)
+from tests.packed.helpers import as_lists, make_packed
+from tests.packed.test_fields import make_routes
+
+# --- every operation against lists ----------------------------------------------------------------
+
+SEQUENCES, BLOCKS = 1200, 12
+MOST = 24  # trajectories
+
+
+class Walk:
+    """A batch and its model, through random operations on both."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        self.random = random.Random(seed)
+        self.device = device
+        self.batch = self.like = make_batch(self.random.randrange(6), seed, device=device)
+        self.model = model_of(self.batch)
+        self.done: list[str] = []
+
+    def step(self) -> None:
+        operation = self.random.choice(OPERATIONS)
+        self.done.append(operation.__name__)
+        before, batch = copy.deepcopy(self.model), self.batch
+        operation(self)
+        check(self.batch, self.model, self.like)
+        assert model_of(batch) == before, "an operation changed its input"
+
+    def take_slice(self) -> None:
+        start, stop = (self.random.choice([None, *range(-7, 8)]) for _ in range(2))
+        step = self.random.choice([None, 1, 1, 2, -1, -2])
+        self.batch, self.model = self.batch[start:stop:step], self.model[start:stop:step]
+
+    def take_ids(self) -> None:
+        size = len(self.model)
+        count = self.random.randrange(8) if size else 0
+        ids = [self.random.randrange(-size, size) for _ in range(count)]
+        given: Any = ids
+        match self.random.randrange(4):
+            case 0:
+                given = torch.tensor(ids, dtype=torch.int64)
+            case 1:
+                given = np.array(ids, dtype=np.int32)
+            case 2 if size:
+                ids = given = range(self.random.randrange(size), size, self.random.randrange(1, 3))
+        self.batch, self.model = self.batch[given], [self.model[i] for i in ids]
+
+    def take_mask(self) -> None:
+        mask = [self.random.random() < 0.7 for _ in self.model]
+        self.batch = self.batch[torch.tensor(mask, dtype=torch.bool)]
+        self.model = [trajectory for trajectory, keep in zip(self.model, mask, strict=True) if keep]
+
+    def take_one(self) -> None:
+        if self.model:
+            i = self.random.randrange(-len(self.model), len(self.model))
+            self.batch, self.model = self.batch[i], [self.model[i]]
+
+    def repeat(self) -> None:
+        times = self.random.randrange(3)
+        self.batch, self.model = self.batch.repeat(times), self.model * times
+
+    def repeat_each(self) -> None:
+        times = self.random.randrange(3)
+        self.batch = self.batch.repeat_interleave(times)
+        self.model = [trajectory for trajectory in self.model for _ in range(times)]
+
+    def repeat_by_counts(self) -> None:
+        counts = [self.random.randrange(3) for _ in self.model]
+        given = torch.tensor(counts, dtype=torch.int64) if self.random.random() < 0.5 else counts
+        self.batch = self.batch.repeat_interleave(given)
+        self.model = [t for t, n in zip(self.model, counts, strict=True) for _ in range(n)]
+
+    def split_and_cat(self) -> None:
+        size = self.random.randrange(1, 5)
+        parts = self.batch.split(size)
+        expected = [self.model[i : i + size] for i in range(0, len(self.model), size)] or [[]]
+        assert list(map(model_of, parts)) == expected
+        self.batch = Batch.cat(parts[::-1])
+        self.model = [trajectory for part in expected[::-1] for trajectory in part]
+
+    def split_by_sizes(self) -> None:
+        first = self.random.randrange(len(self.model) + 1)
+        left, none, right = self.batch.split([first, 0, len(self.model) - first])
+        check(none, [], self.like)
+        self.batch = Batch.cat([right, none, left])
+        self.model = self.model[first:] + self.model[:first]
+
+    def chunk(self) -> None:
+        chunks = self.random.randrange(1, 5)
+        parts = self.batch.chunk(chunks)
+        dense = torch.arange(len(self.model)).chunk(chunks)
+        assert [len(part) for part in parts] == [len(part) for part in dense] or not self.model
+        which = self.random.randrange(len(parts))
+        self.batch = parts[which]
+        self.model = [self.model[i] for i in dense[which].tolist()] if self.model else []
+
+    def cat_another(self) -> None:
+        other = make_batch(self.random.randrange(4), self.random.randrange(100), device=self.device)
+        self.model = self.model + model_of(other)
+        self.batch = Batch.cat([self.batch, other])
+
+    def pad(self) -> None:
+        multiple = self.random.randrange(1, 6)
+        self.batch = self.batch.pad_to_multiple(multiple)
+        missing = -len(self.model) % multiple
+        self.model = self.model + [padding_of(self.model[0]) for _ in range(missing)]
+
+    def cat_synthetic(self) -> None:
+        count = self.random.randrange(3)
+        # an empty batch has no image to tell its shape, so that a None would stand for it
+        if self.model:
+            self.batch = Batch.cat([self.batch, self.batch.synthetic(count)])
+            kinds = {"images": None if self.model[0]["images"] is None else []}
+            made = {**synthetic_trajectory(), **kinds}
+            self.model = self.model + [made] * count
+
+    def through_pickle(self) -> None:
+        buffers: list[Any] = []
+        protocol = self.random.randrange(2, 6)
+        out_of_band = protocol == 5 and self.random.random() < 0.5
+        call = buffers.append if out_of_band else None
+        data = pickle.dumps(self.batch, protocol=protocol, buffer_callback=call)
+        received = [bytes(buffer.raw()) for buffer in buffers] if out_of_band else None
+        self.batch = pickle.loads(data, buffers=received)
+
+    def through_items(self) -> None:
+        if self.model:
+            items = split_trajectories(self.batch)
+            self.random.shuffle(order := list(range(len(items))))
+            self.batch = join_trajectories([items[i] for i in order])
+            self.model = [self.model[i] for i in order]
+
+    def keep(self) -> None:
+        copies = [self.batch.clone(), self.batch.contiguous(), self.batch.detach()]
+        copies += [copy.copy(self.batch), copy.deepcopy(self.batch), self.batch.to(self.device)]
+        for same in copies:
+            check(same, self.model, self.like)
+        self.batch = self.random.choice(copies)
+
+    def reorder_fields(self) -> None:
+        names = list(self.batch.fields)
+        some = self.random.sample(names, self.random.randrange(len(names) + 1))
+        rest = self.batch.drop(some)
+        assert [*rest.fields] == [name for name in names if name not in some]
+        self.batch = rest.with_fields(self.batch.select(some).fields).select(names)
+
+
+OPERATIONS = [value for name, value in vars(Walk).items() if name[0] != "_" and name != "step"]
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_any_sequence_of_operations_matches_a_list_of_trajectories(block, device):
+    for seed in range(block, SEQUENCES, BLOCKS):
+        walk = Walk(seed, device)
+        try:
+            for _ in range(walk.random.randrange(1, 7)):
+                if len(walk.model) <= MOST:
+                    walk.step()
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {' -> '.join(walk.done)}") from error
+
+
+def test_the_walks_use_every_operation():
+    used: set[str] = set()
+    for seed in range(80):
+        walk = Walk(seed, "cpu")
+        for _ in range(4):
+            if len(walk.model) <= MOST:
+                walk.step()
+        used |= set(walk.done)
+    assert used == {operation.__name__ for operation in OPERATIONS}
+    assert tuple(flat(make_batch(1).fields)) == PATHS
+
+
+# --- trap 33: every field follows -----------------------------------------------------------------
+
+
+def test_trap_33_filtering_and_replacing_take_every_field_along(device):
+    batch = make_batch(4, device=device)
+    model = model_of(batch)
+    check(batch[[0, 2, 3]], [model[0], model[2], model[3]], batch)
+    check(batch[[True, False, True, True]], [model[0], model[2], model[3]], batch)
+    check(batch[[0, 3, 2, 3]], [model[0], model[3], model[2], model[3]], batch)
+    check(batch[[]], [], batch)
+    check(batch[torch.zeros(4, dtype=torch.bool)], [], batch)
+
+
+# --- trap 41: none, empty, one; for every kind of field -------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, 3])
+def test_trap_41_no_trajectory_empty_ones_and_one_are_legal(size, device):
+    batch = make_batch(size, device=device)
+    model = model_of(batch)
+    for same in (batch[:], batch[::1], Batch.cat([batch[:0], batch]), batch.repeat(1)):
+        check(same, model, batch)
+    for none in (batch[:0], batch[[]], batch[5:], batch[2:1], batch.repeat(0),
+                 batch.repeat_interleave(0), Batch.cat([batch[:0], batch[:0]]),
+                 batch.synthetic(0)):  # fmt: skip
+        check(none, [], batch)
+    assert batch[:0].pad_to_multiple(4) == batch[:0]
+    assert [len(part) for part in batch[:0].chunk(3)] == [0, 0, 0]
+    assert list(map(model_of, batch)) == [[trajectory] for trajectory in model]
+    if size:
+        check(batch[-1], model[-1:], batch)
+        check(batch[0], model[:1], batch)
+        empty = make_packed([0] * size, torch.uint8, (2, 2), device)
+        check(batch.with_fields({ROUTES: empty})[-1:],
+              [{**model[-1], ROUTES: []}], batch)  # fmt: skip
+
+
+def test_a_batch_without_fields_has_a_size():
+    batch = Batch({}, batch_size=3)
+    assert (len(batch), len(batch[1:]), len(batch.repeat(2)), len(batch[[0]])) == (3, 2, 6, 1)
+    assert len(Batch.cat([batch, batch])) == 6
+    assert repr(batch) == "Batch(3 trajectories; no fields)"
+
+
+# --- trap 42: dtypes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_trap_42_cat_of_two_dtypes_is_an_error_and_widening_is_asked_for(order):
+    batches = [make_batch(2), make_batch(3, 1, routes_dtype=torch.int16)][::order]
+    batches.append(make_batch(1, 2))
+    with pytest.raises(TypeError, match=rf"^Batch\.cat: {ROUTES} of input 1 is torch\.\w+, that"):
+        Batch.cat(batches)
+    joined = Batch.cat(batches, widen=True)
+    assert joined[ROUTES].dtype == torch.int16
+    assert model_of(joined) == [trajectory for batch in batches for trajectory in model_of(batch)]
+    assert [batch[ROUTES].dtype for batch in batches].count(torch.int16) == 1
+    dense = [Batch({"x": torch.zeros(1)}), Batch({"x": torch.zeros(1).double()})]
+    with pytest.raises(TypeError, match=r"^Batch\.cat: x of input 1 is torch\.float64"):
+        Batch.cat(dense, widen=True)
+
+
+# --- trap 44: slicing rebases ---------------------------------------------------------------------
+
+
+def test_trap_44_row_ids_of_a_slice_start_at_its_first_row(device):
+    from packhorse.replay.layout import TokenLayout
+
+    prompts, responses = [3, 2], [2, 4]
+    support = make_packed(responses, torch.int32, (5,), device)
+    batch = Batch({SUPPORT: support, "lengths": [5, 6]})
+    for second in (batch[1:2], batch[-1], batch[[1]], batch[[1, 0]][:1]):
+        rows = second[SUPPORT]
+        assert rows.cu_seqlens.tolist() == [0, 4]
+        row_ids = TokenLayout.build(second["lengths"]).support_row_ids(rows.lengths).tolist()
+        assert row_ids == [-1, 0, 1, 2, 3, -1]
+        assert [rows.values[r].tolist() for r in row_ids if r >= 0] == support[1].tolist()
+    assert prompts[1] + responses[1] == 6
+
+
+# --- trap 45: a field without a rule --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["notes", "extra.notes"])
+def test_trap_45_a_packed_field_without_a_rule_is_refused_where_padding_is_needed(path):
+    notes = make_packed([1, 2, 0], torch.float32, (2,))
+    batch = make_batch(3)
+    if path == "notes":
+        batch["notes"] = notes
+    else:
+        batch["extra"] = {**batch["extra"], "notes": notes}
+    model = model_of(batch)
+    check(batch[[2, 0]], [model[2], model[0]], batch)
+    assert batch.pad_to_multiple(3) is batch
+    for call in (lambda: batch.pad_to_multiple(2), lambda: batch.synthetic(1)):
+        with pytest.raises(ValueError, match=rf"^Batch\.\w+: {path} is packed and has no regist"):
+            call()
+    check(batch, model, batch)
+    rule = PackedField(path, "any", (torch.float32,), (2,), fill=0.0)
+    known = Batch(batch.fields, registry=batch.registry.with_field(rule))
+    assert model_of(known.pad_to_multiple(2))[3][path] == []
+    assert model_of(known.synthetic(1))[0][path] == []
+
+
+# --- trap 46: batch padding -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["thd", "bshd"])
+@pytest.mark.parametrize("dummy", ["constant", "spread"])
+def test_trap_46_padding_stores_no_route_and_the_model_sees_dummies(format, dummy, device):
+    from packhorse.replay.layout import TokenLayout
+
+    lengths, captured, responses = [4, 2, 3], [3, 2, 3], [2, 1, 2]
+    routes = make_routes(captured, num_layers=2, topk=2, device=device)
+    token_ids = torch.arange(12, device=device).view(3, 4)
+    batch = Batch({
+        "token_ids": token_ids,
+        "loss_mask": torch.ones(3, 4, device=device),
+        "lengths": lengths,
+        ROUTES: routes,
+        SUPPORT: make_packed(responses, torch.int32, (3,), device),
+    })  # fmt: skip
+    padded = batch.pad_to_multiple(5)
+    assert len(padded) == 5
+    assert padded["token_ids"].tolist() == token_ids.tolist() + 2 * [token_ids[0].tolist()]
+    assert padded["loss_mask"].tolist() == [[1.0] * 4] * 3 + [[0.0] * 4] * 2
+    assert padded["lengths"] == (4, 2, 3, 4, 4)
+    assert padded[ROUTES].lengths == (3, 2, 3, 0, 0)
+    assert padded[SUPPORT].lengths == (2, 1, 2, 2, 2)
+    assert as_lists(padded[SUPPORT])[3:] == [[[-1] * 3] * 2] * 2
+    assert padded[:3] == batch
+
+    # in the model: each of the 8 padded tokens has K distinct experts and is masked
+    layout = TokenLayout.build(padded["lengths"], format=format, device=device)
+    topk_ids, mask, _ = layout.gather_routes(
+        padded[ROUTES], range(2), num_experts=6, dummy=dummy, ep_size=2
+    )
+    owners = layout.align(
+        torch.arange(5, device=device)[:, None].expand(5, layout.batch_width).contiguous(), fill=-1
+    ).tolist()
+    of_padding = [slot for slot, owner in enumerate(owners) if owner >= 3]
+    assert len(of_padding) == 8
+    assert all(mask[slot] for slot in of_padding)
+    assert int((~mask).sum()) == sum(captured)
+    assert all(len(set(row)) == 2 for row in topk_ids.view(-1, 2).tolist())
+
+    # materialised
+    full, dummies = materialize(
+        padded[ROUTES], padded["lengths"], num_experts=6, dummy=dummy, ep_size=2
+    )
+    assert full.lengths == (4, 2, 3, 4, 4)
+    assert as_lists(dummies) == [
+        [False] * 3 + [True], [False] * 2, [False] * 3, [True] * 4, [True] * 4,
+    ]  # fmt: skip
+    assert [full[i][: captured[i]].tolist() for i in range(3)] == as_lists(routes)
+    assert all(len(set(row)) == 2 for row in full.values.view(-1, 2).tolist())
+    derived = router_padding_mask(padded[ROUTES], padded["lengths"])
+    assert torch.equal(derived, dummies.to_padded(True, side="left"))
+
+
+def test_what_padding_zeroes_is_named_or_the_loss_mask():
+    batch = make_batch(3).drop(["loss_mask"])
+    with pytest.raises(ValueError, match=r"^Batch\.pad_to_multiple: no field loss_mask; name in"):
+        batch.pad_to_multiple(2)
+    assert model_of(batch.pad_to_multiple(2, zeroed=()))[3]["rewards"] == batch["rewards"][0]
+    padded = batch.pad_to_multiple(2, zeroed=["rewards", "extra.scores", "images"])
+    last = model_of(padded)[3]
+    assert (last["rewards"], last["extra.scores"]) == (0.0, [0.0, 0.0])
+    assert last["images"] == [[0.0, 0.0]] * len(batch["images"][0])
+    assert last["uids"] == "0-0"
+
+
+# --- trap 47: synthetic trajectories --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("real", [0, 2])
+@pytest.mark.parametrize("format", ["thd", "bshd"])
+def test_trap_47_a_synthetic_trajectory_is_one_masked_token_without_a_response(
+    real, format, device
+):
+    from packhorse.replay.layout import TokenLayout
+    from packhorse.replay.scoring import score_microbatch
+
+    width = 5
+    mask = torch.tensor([[0, 1, 1, 1, 1], [0, 0, 1, 1, 1]], device=device)
+    batch = Batch({
+        "token_ids": torch.full((2, width), 7, device=device),
+        "attention_mask": mask,
+        "lengths": torch.tensor([4, 3]),
+        "first_columns": torch.tensor([1, 2]),
+        ROUTES: make_routes([3, 2], num_layers=2, topk=2, device=device),
+        SUPPORT: PackedTensor.from_lengths(
+            torch.tensor([[7, 1], [7, 2], [7, 3]], dtype=torch.int32, device=device), [2, 1]
+        ),
+    })  # fmt: skip
+    made = batch.synthetic(2, values={"lengths": 1})
+    microbatch = Batch.cat([batch[:real], made])
+    assert made["attention_mask"].tolist() == [[1, 0, 0, 0, 0]] * 2
+    assert made["token_ids"].tolist() == [[0] * width] * 2
+    assert (made["lengths"].tolist(), made["first_columns"].tolist()) == ([1, 1], [0, 0])
+    assert (made[ROUTES].lengths, made[SUPPORT].lengths) == ((0, 0), (0, 0))
+
+    layout = TokenLayout.build(
+        microbatch["lengths"].tolist(), format=format, batch_width=width,
+        first_columns=microbatch["first_columns"].tolist(), device=device,
+    )  # fmt: skip
+    topk_ids, padding_mask, _ = layout.gather_routes(microbatch[ROUTES], range(2), num_experts=6)
+    assert all(len(set(row)) == 2 for row in topk_ids.view(-1, 2).tolist())
+    assert int((~padding_mask).sum()) == sum(microbatch[ROUTES].lengths)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(layout.num_tokens, 9, generator=generator).to(device).requires_grad_()
+    scores = score_microbatch(logits, layout, microbatch["token_ids"], microbatch[SUPPORT])
+    assert scores.logprobs.lengths == microbatch[SUPPORT].lengths
+    total = scores.logprobs.values.sum()
+    (gradient,) = torch.autograd.grad(total, logits)
+    assert torch.isfinite(gradient).all()
+    assert torch.isfinite(total)
+    if real == 0:
+        assert total.item() == 0.0
+        assert not gradient.any()
+
+
+# --- trap 48: equal numbers everywhere ------------------------------------------------------------
+
+
+def test_trap_48_ranks_filled_up_with_synthetic_ones_hold_each_real_row_once():
+    batch = make_batch(11)
+    batch["origin"] = torch.arange(1, 12)
+    groups = [[3, 0], [1], [10, 2, 4, 5], [], [9, 8, 7, 6]]  # of each rank
+    most = max(map(len, groups))
+    ranks = [Batch.cat([batch[ids], batch.synthetic(most - len(ids))]) for ids in groups]
+    assert [len(rank) for rank in ranks] == [most] * len(groups)
+    everything = Batch.cat(ranks)
+    origin = everything["origin"]
+    real = everything[origin > 0]
+    assert real[torch.argsort(real["origin"])] == batch
+    assert int((origin == 0).sum()) == most * len(groups) - 11
+    assert not everything[origin == 0]["loss_mask"].any()
+
+
+# --- what it is -----------------------------------------------------------------------------------
+
+
+def test_fields_are_read_set_and_listed_by_name():
+    batch = make_batch(3, metadata={"step": 4})
+    assert batch["uids"] == ("0-0", "0-1", "0-2")
+    assert "uids" in batch
+    assert "step" not in batch
+    part = batch[1:]
+    part["advantages"] = torch.zeros(2)
+    part["uids"] = ["a", "b"]
+    part.metadata["step"] = 5
+    assert "advantages" not in batch
+    assert batch["uids"][1:] == ("0-1", "0-2")
+    assert batch.metadata == {"step": 4}
+    assert part.repeat(2).metadata == Batch.cat([part, batch[:0].with_fields(
+        {"advantages": torch.zeros(0)})]).metadata == {"step": 5}  # fmt: skip
+    batch["extra"]["mine"] = 1
+    assert "mine" not in batch["extra"]
+    with pytest.raises(TypeError):
+        batch.fields["x"] = 1
+
+
+def test_equality_means_fields_and_not_metadata():
+    batch = make_batch(3)
+    assert batch == make_batch(3, metadata={"step": 1})
+    assert batch != make_batch(3, 1)
+    assert batch != batch[:2]
+    assert batch != batch.drop(["uids"])
+    assert batch != batch.with_fields({"rewards": batch["rewards"].double()})
+    assert batch != batch.with_fields({"rewards": batch["rewards"].tolist()})
+    assert batch != batch.with_fields({"extra": {}})
+    assert batch != batch.with_fields({"images": batch["images"][::-1]})
+    assert (batch == 3) is False
+    with pytest.raises(TypeError, match=r"^Batch\.equal: other is a int"):
+        batch.equal(3)
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(batch)
+
+
+def test_the_representation_reads_no_value():
+    batch = make_batch(2).to("meta")
+    assert repr(batch).startswith("Batch(2 trajectories; token_ids: [2, 3] torch.int64, attention")
+    assert f"{ROUTES}: " in repr(batch)
+    assert f"{ENTROPY}: " in repr(batch)
+
+
+def test_the_default_registry_is_that_of_routes_and_support():
+    assert Batch({}, batch_size=0).registry is PACKED_FIELDS
