@@ -5,7 +5,6 @@ J layers of a chunk, K experts a token.
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,6 +27,8 @@ class MicrobatchRows:
         self.microbatch = microbatch
         self._row_ids: Tensor | None = None
         self._without_row: Tensor | None = None
+        self._live_rows: Tensor | None = None
+        self._padding_mask: Tensor | None = None
 
     @classmethod
     def build(cls, microbatch: ReplayMicrobatch) -> "MicrobatchRows":
@@ -41,25 +42,27 @@ class MicrobatchRows:
             self._row_ids = self.microbatch.layout.route_row_ids(self.microbatch.captured)
         return self._row_ids
 
-    @cached_property
+    @property
     def live_rows(self) -> Tensor | None:
         """[T] bool, True where the router chooses; None: nowhere."""
-        microbatch, layout = self.microbatch, self.microbatch.layout
-        if not microbatch.num_live:
-            return None
-        live_ids = layout.row_ids(
-            microbatch.live_counts, starts=microbatch.captured, slice=layout.sequence_parallel
-        )
-        return live_ids >= 0
+        if self._live_rows is None and self.microbatch.num_live:
+            layout = self.microbatch.layout
+            live_ids = layout.row_ids(
+                self.microbatch.live_counts,
+                starts=self.microbatch.captured,
+                slice=layout.sequence_parallel,
+            )
+            self._live_rows = live_ids >= 0
+        return self._live_rows
 
-    @cached_property
+    @property
     def padding_mask(self) -> Tensor:
         """[T] bool, True for slots neither replayed nor live."""
-        if self._without_row is None:
-            self._without_row = self.row_ids < 0
-        if self.live_rows is None:
-            return self._without_row
-        return self._without_row & ~self.live_rows
+        if self._padding_mask is None:
+            without_row = self._without_row if self._without_row is not None else self.row_ids < 0
+            live_rows = self.live_rows
+            self._padding_mask = without_row if live_rows is None else without_row & ~live_rows
+        return self._padding_mask
 
     def model_mask(self, *, scattered_by_model: bool) -> Tensor:
         """[B, S] bool for the model: whole where it slices the mask itself, else this rank's."""

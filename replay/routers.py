@@ -325,6 +325,22 @@ def spread_offset(layout: TokenLayout, topk: int) -> int:
     return rank * topk
 
 
+def rank_of(kind: Literal["tp", "pp"], model: Any) -> int:
+    """This process's tensor- or pipeline-parallel rank, as ``model`` or else Megatron knows it."""
+    group = getattr(getattr(model, "pg_collection", None), kind, None)
+    if group is not None:
+        return group.rank()
+    if "megatron.core.parallel_state" not in sys.modules:  # no ranks without it
+        return 0
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return 0
+    if kind == "tp":
+        return parallel_state.get_tensor_model_parallel_rank()
+    return parallel_state.get_pipeline_model_parallel_rank()
+
+
 # --- captured layers of routers -------------------------------------------------------------------
 
 

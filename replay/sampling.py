@@ -19,10 +19,9 @@ once.
 Sizes: L captured layers, J layers of a chunk, T token slots, K experts a token.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,22 +117,6 @@ class ScheduleCounts:
             for tally, cp_rank in self.rows
         ]
         return merge_tallies([*rows, sampled])
-
-
-def rank_of(kind: Literal["tp", "pp"], model: Any) -> int:
-    """This process's tensor- or pipeline-parallel rank, as ``model`` or else Megatron knows it."""
-    group = getattr(getattr(model, "pg_collection", None), kind, None)
-    if group is not None:
-        return group.rank()
-    if "megatron.core.parallel_state" not in sys.modules:  # no ranks without it
-        return 0
-    from megatron.core import parallel_state
-
-    if not parallel_state.model_parallel_is_initialized():
-        return 0
-    if kind == "tp":
-        return parallel_state.get_tensor_model_parallel_rank()
-    return parallel_state.get_pipeline_model_parallel_rank()
 
 
 def plot_route_mismatch(axes: Any, figures: Mapping[str, Any], *, label: str | None = None) -> None:

@@ -36,7 +36,7 @@ from packhorse.replay.layout import TokenLayout
 from packhorse.replay.metrics import Tally, tally_metrics, tally_rows
 from packhorse.replay.microbatch import ReplayMicrobatch
 from packhorse.replay.routers import CapturedLayers, LocatedRouter
-from packhorse.replay.sampling import RouteSample, ScheduleCounts, rank_of
+from packhorse.replay.sampling import RouteSample, ScheduleCounts
 from packhorse.replay.survey import Chunk, Survey, check_microbatches, router_name
 from packhorse.replay.targets import MicrobatchSlot, OpenMicrobatch, RouterTargets
 
@@ -148,7 +148,10 @@ class ReplaySession:
                 )
             self._survey = _first_survey(model, captured_layers, allow_live_aux_loss)
             first = self._survey.chunks()[0].module
-            self._tp_rank, self._pp_rank = rank_of("tp", first), rank_of("pp", first)
+            self._tp_rank, self._pp_rank = (
+                _routers.rank_of("tp", first),
+                _routers.rank_of("pp", first),
+            )
         self._targets: _Targets | None = None
         self._sample_every = sample_routes_every
         self._opened_with_routes = {True: 0, False: 0}  # by whether gradients were on
@@ -340,6 +343,7 @@ class _Schedule:
         self._live_aux_loss = live_aux_loss
         self._begun = [0] * len(chunks)
         self._rows: dict[int, MicrobatchRows] = {}
+        self._chunk_by_model: dict[nn.Module, Chunk] = {}  # as forward_step is given it
         self._undo: list[Callable[[], None]] = []
         self._replaced: list[tuple[Any, Any]] = []  # router, what stood on it
         self._slots, self._targets, self._mtp = targets.slots, targets.decoder, targets.mtp
@@ -415,7 +419,9 @@ class _Schedule:
     # --- microbatches -----------------------------------------------------------------------------
 
     def begin(self, model: nn.Module) -> ReplayStep:
-        chunk = self._chunk_of(model)
+        chunk = self._chunk_by_model.get(model)
+        if chunk is None:
+            chunk = self._chunk_by_model[model] = self._chunk_of(model)
         index = self._begun[chunk.index]
         if index == len(self._microbatches):
             raise ValueError(

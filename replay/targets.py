@@ -34,7 +34,7 @@ def in_backward() -> bool:
     return _graph_task_id() != -1
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class OpenMicrobatch:
     """What a chunk's routers answer between one ``session.begin`` and the next.
 
