@@ -19,8 +19,8 @@ routes has Megatron's own losses. Everything else is Megatron's: the formula, th
 TP, CP and DP groups, the log (for the z-loss the mean of the ranks' means). Under "seq_aux_loss" a
 packed ("thd") batch is one sequence, as it is without replay. Scores are live, so the gradient is
 too; both losses are computed where gradients are on, that is in a recompute and not in the first
-pass it repeats. A router that computes its loss elsewhere than in those methods is told by a probe,
-and refused.
+pass it repeats. A router that computes its loss elsewhere than in those methods is told by a probe
+when a session is made, and refused.
 
 Weights. Of micro-batch m on data-parallel rank d let N_md be the real tokens on its TP x CP ranks
 and L_md one rank's loss of them all, which the parts of those ranks add up to. The optimizer sees
@@ -87,6 +87,8 @@ def install_loss_shim(
 ) -> Callable[[], None]:
     """Stand over ``router``'s methods and return the function that takes everything off.
 
+    A loss that is handed the replayed routes anyway is handed the same again.
+
     Args:
         router: a ``TopKRouter`` that ``has_losses``.
         target: the object on its ``router_replay``.
@@ -95,11 +97,9 @@ def install_loss_shim(
     call = _Call(router, target)
     placed = {"routing": call.routing()}
     if has_aux_loss(router):
-        maps = {} if live_aux_loss else aux_loss_maps(type(router))
-        for kind in AUX_LOSSES:
-            name = f"_apply_{kind}"
+        for name in (f"_apply_{kind}" for kind in AUX_LOSSES):
             if hasattr(router, name):
-                placed[name] = call.apply_loss(name, replayed=maps.get(kind) == "own")
+                placed[name] = call.apply_loss(name, replayed=not live_aux_loss)
         if router.calculate_per_token_loss and hasattr(router, _ATTACH):
             placed[_ATTACH] = call.attach()
     if router.config.moe_z_loss_coeff is not None and router.tp_cp_group.size() > 1:
@@ -131,16 +131,12 @@ def aux_loss_maps(router_class: Any) -> dict[str, str]:
 @functools.lru_cache(maxsize=16)
 def _probe(router_class: Any, _: tuple[Any, ...]) -> dict[str, str]:
     """Asks ``routing`` itself; the functions it consists of are part of the key."""
-    maps: dict[str, Tensor] = {}
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
-            router = _make_router(router_class, maps)
-            router.routing(_logits())
-            seen = {kind: routing_map.long().tolist() for kind, routing_map in maps.items()}
-    except Exception:  # whatever it is: nothing is known of this class
-        return {}
+    maps: dict[str, list[list[int]]] = {}
+    # whatever it raises: what a loss was handed before counts, of the others nothing is known
+    with contextlib.suppress(Exception), torch.inference_mode(False), torch.enable_grad():
+        _make_router(router_class, maps).routing(_logits())
     known = {"own": [[1, 0, 0, 0]] * 2, "replayed": [[0, 0, 0, 1]] * 2}
-    return {kind: name for kind in seen for name, rows in known.items() if seen[kind] == rows}
+    return {kind: name for kind in maps for name, rows in known.items() if maps[kind] == rows}
 
 
 def _logits() -> Tensor:
@@ -149,12 +145,12 @@ def _logits() -> Tensor:
     return torch.tensor([[row], [row]], dtype=torch.float32, device="cpu")
 
 
-def _make_router(router_class: Any, maps: dict[str, Tensor]) -> Any:
+def _make_router(router_class: Any, maps: dict[str, list[list[int]]]) -> Any:
     """An instance with as much of a router as ``routing`` reads; ``maps`` takes the maps."""
 
     def keep(kind: str) -> Callable[..., Tensor]:
         def apply(probs: Tensor, _: Tensor, routing_map: Tensor, *args: Any, **__: Any) -> Tensor:
-            maps[kind] = routing_map
+            maps[kind] = routing_map.long().tolist()
             return probs
 
         return apply

@@ -213,6 +213,34 @@ def test_a_patched_routing_is_asked_anew(monkeypatch):
         assert aux_loss_maps(router) == dict.fromkeys(KINDS, "own")
 
 
+def test_a_wrapper_of_routing_that_fails_on_an_unknown_router_stands_in_no_ones_way(monkeypatch):
+    """A log of one model's routers, say, placed before or after the session is made."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    original, known = TopKRouter.routing, {}
+
+    def routing(router, *args, **options):
+        result = original(router, *args, **options)
+        known[id(router)].append(result)
+        return result
+
+    losses = []
+    for patched in ("never", "before", "after"):
+        model = build()
+        known.update({id(router): [] for router in routers_of(model)})
+        if patched == "before":
+            monkeypatch.setattr(TopKRouter, "routing", routing)
+        session = make_session(model, 1)
+        if patched == "after":
+            monkeypatch.setattr(TopKRouter, "routing", routing)
+        with LossLog(model) as log:
+            run_schedule(session, model, [make_batch(num_layers=1)])
+        losses.append(log.losses)
+        monkeypatch.undo()
+    assert losses[1] == losses[0]
+    assert losses[2] == losses[0]
+
+
 IN_ANOTHER_STATE = """
 import torch
 from packhorse.replay.cpu_megatron import install_cpu_shims
