@@ -217,9 +217,14 @@ def finite_candidates(
     ids = as_int64(ids, f"{name}: candidate_ids")
     with np.errstate(invalid="ignore"):
         kept = np.isfinite(logprobs) & (logprobs > LOGPROB_FLOOR) & (ids != NO_CANDIDATE)
-    for column in range(1, ids.shape[1]):
-        earlier = (ids[:, :column] == ids[:, column, None]) & kept[:, :column]
-        kept[:, column] &= ~earlier.any(axis=1)
+    ids = np.where(kept, ids, NO_CANDIDATE)
+    order = np.argsort(ids, axis=1, kind="stable")
+    in_order = np.take_along_axis(ids, order, axis=1)
+    again = np.zeros_like(kept)
+    again[:, 1:] = in_order[:, 1:] == in_order[:, :-1]
+    repeated = np.empty_like(kept)
+    np.put_along_axis(repeated, order, again, axis=1)
+    kept &= ~repeated
     offsets = np.zeros(ids.shape[0] + 1, dtype=np.int64)
     np.cumsum(kept.sum(axis=1), out=offsets[1:])
     return SupportRows(ids[kept], offsets)

@@ -49,6 +49,8 @@ _TOKEN_IDS: Final = PerToken(None)
 #: Fields whose meaning is known. Others need a rule.
 STEP_RULES: Final[Mapping[str, StepRule]] = {
     "loss_masks": PerToken(0),
+    "appended": PerToken(False),
+    "excused": PerToken(False),
     "rewards": PerToken(0.0),
     LOGPROBS_FIELD: PerToken(0.0),
     SUPPORT_FIELD: PerToken(NO_CANDIDATE, support=True),

@@ -1,6 +1,8 @@
 """A finished trajectory, and B of them packed for a trainer.
 
-    pack_trajectories([trace.finalize() for trace in traces], num_experts=128, vocab_size=151936)
+    trajectories = [trace.finalize() for trace in traces]
+    pack_trajectories(trajectories, num_experts=128, vocab_size=151936)
+    generator_output(trajectories)   # or as lists, to filter, replace and join first
 
 Sizes: B trajectories, P prompt and R response tokens, L captured layers, K experts a token, E
 experts, V vocabulary, C width of the support, N rows.
@@ -89,6 +91,40 @@ class PackedTrajectories(NamedTuple):
 
 
 @ranged
+def generator_output(trajectories: Sequence[Trajectory]) -> dict[str, list[Any] | None]:
+    """Finished traces as the fields that ``select_trajectories`` and its like work on.
+
+    Args:
+        trajectories: B, with the same fields.
+
+    Returns:
+        Lists of B items: ``prompt_token_ids`` [P] and ``response_ids`` [R] int64; ``loss_masks``,
+        ``appended`` and ``excused`` [R] bool; ``rollout_logprobs`` [R] float32;
+        ``rollout_sample_support`` ``SupportRows``; ``rollout_expert_indices`` [captured, L, K];
+        ``missing`` bools. A field that no trajectory has is None. Nothing is copied.
+
+    Raises:
+        TypeError: ``trajectories`` is no sequence of ``Trajectory``.
+        ValueError: a field is None in some trajectories only.
+    """
+    name = "generator_output"
+    _check_trajectories(name, trajectories)
+    fields: dict[str, list[Any] | None] = {
+        "prompt_token_ids": [given.prompt_ids for given in trajectories],
+        "response_ids": [given.response_ids for given in trajectories],
+        "loss_masks": [given.loss_mask for given in trajectories],
+        "appended": [given.appended for given in trajectories],
+        "excused": [given.excused for given in trajectories],
+        "missing": [given.missing for given in trajectories],
+    }
+    return fields | {
+        LOGPROBS_FIELD: _field(name, LOGPROBS_FIELD, [given.logprobs for given in trajectories]),
+        SUPPORT_FIELD: _field(name, SUPPORT_FIELD, [given.support for given in trajectories]),
+        ROUTES_FIELD: _field(name, ROUTES_FIELD, [given.routes for given in trajectories]),
+    }
+
+
+@ranged
 def pack_trajectories(
     trajectories: Sequence[Trajectory],
     *,
@@ -112,15 +148,7 @@ def pack_trajectories(
             nothing to replay; or what ``pack_routes`` and ``pack_support`` refuse.
     """
     name = "pack_trajectories"
-    if not isinstance(trajectories, Sequence):
-        raise TypeError(
-            f"{name}: trajectories must be a sequence, got {type(trajectories).__name__}"
-        )
-    for i, given in enumerate(trajectories):
-        if not isinstance(given, Trajectory):
-            raise TypeError(
-                f"{name}: trajectory {i} must be a Trajectory, got {type(given).__name__}"
-            )
+    _check_trajectories(name, trajectories)
     routes = _field(name, ROUTES_FIELD, [given.routes for given in trajectories])
     support = _field(name, SUPPORT_FIELD, [given.support for given in trajectories])
     logprobs = _field(name, LOGPROBS_FIELD, [given.logprobs for given in trajectories])
@@ -159,6 +187,18 @@ def pack_trajectories(
         excused=[_over_tokens(given, given.excused) for given in trajectories],
         missing=tuple(given.missing for given in trajectories),
     )
+
+
+def _check_trajectories(name: str, trajectories: Any) -> None:
+    if not isinstance(trajectories, Sequence):
+        raise TypeError(
+            f"{name}: trajectories must be a sequence, got {type(trajectories).__name__}"
+        )
+    for i, given in enumerate(trajectories):
+        if not isinstance(given, Trajectory):
+            raise TypeError(
+                f"{name}: trajectory {i} must be a Trajectory, got {type(given).__name__}"
+            )
 
 
 def _field(name: str, field: str, values: list[Any]) -> list[Any] | None:

@@ -177,6 +177,16 @@ def test_routes_of_a_step_may_be_missing_or_shorter(routes, num_rows):
     assert num_rows is None or merged.tolist() == rows(0, num_rows).tolist()
 
 
+def test_a_shorter_capture_between_longer_ones_takes_nothing_back():
+    steps = {
+        "prompt_token_ids": [[1, 2], [1, 2, 3], [1, 2, 3, 4]],
+        "response_ids": [[3], [4], [5]],
+        "rollout_expert_indices": [rows(0, 3), rows(0, 1, version=1), rows(0, 4, version=2)],
+    }
+    (merged,) = merge_steps(steps, [0, 0, 0]).output["rollout_expert_indices"]
+    assert merged.tolist() == [*rows(0, 3).tolist(), *rows(3, 4, version=2).tolist()]
+
+
 def test_no_step_is_changed():
     steps = two_steps(rollout_expert_indices=[rows(0, 3), rows(0, 6)])
     output, _ = merge_steps(steps, ["a", "a"])

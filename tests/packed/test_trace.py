@@ -8,10 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from packhorse.packed.collate import SupportRows, check_logprobs
+from packhorse.packed.collate import SupportRows, check_logprobs, pack_routes, pack_support
+from packhorse.packed.merge import select_trajectories
 from packhorse.packed.replies import LOGPROB_FLOOR, finite_candidates
 from packhorse.packed.trace import Trace, TraceTail
-from packhorse.packed.trajectory import RowSpan, TokenKind, pack_trajectories
+from packhorse.packed.trajectory import (
+    RowSpan,
+    TokenKind,
+    generator_output,
+    pack_trajectories,
+)
 from packhorse.replay.layout import TokenLayout
 from packhorse.replay.microbatch import ReplayMicrobatch
 from tests.packed.trace_helpers import K, L, V, add_turn, make_trace, rows, support_of
@@ -221,6 +227,32 @@ def test_trap_36_nothing_to_replay_in_the_whole_batch_is_an_error():
     assert trace.finalize().weight_versions == ()
     with pytest.raises(ValueError, match="rollout_expert_indices is missing in all 2 trajectories"):
         pack_trajectories([trace.finalize()] * 2, vocab_size=V)
+
+
+def test_finished_traces_are_filtered_as_a_generators_output():
+    kept, lost = make_trace(), make_trace(2)
+    add_turn(kept, [5, 6], routes=rows(0, 4))
+    kept.append_tokens([1])
+    add_turn(lost, [7])
+    lost.mark_missing()
+    trajectories = [kept.finalize(), lost.finalize()]
+    output = select_trajectories(generator_output(trajectories), [1, 0])
+    assert output["missing"] == [True, False]
+    assert [mask.tolist() for mask in output["appended"]] == [[False], [False, False, True]]
+    assert [mask.tolist() for mask in output["loss_masks"]] == [[True], [True] * 3]
+    expected = pack_trajectories(trajectories[::-1], num_experts=256, vocab_size=V)
+    lengths = [given.length for given in trajectories[::-1]]
+    routes = pack_routes(
+        output["rollout_expert_indices"], lengths, num_experts=256, topk=K, num_layers=L
+    )
+    assert routes.equal(expected.routes)
+    sampled = [ids.tolist() for ids in output["response_ids"]]
+    support = pack_support(output["rollout_sample_support"], sampled, vocab_size=V)
+    assert support.equal(expected.support)
+    assert generator_output([])["rollout_expert_indices"] is None
+    both = [kept.finalize(), make_trace(has_logprobs=False).finalize()]
+    with pytest.raises(ValueError, match=r"^generator_output: rollout_logprobs is None in traj"):
+        generator_output(both)
 
 
 def test_a_batch_of_no_trajectories_packs():
