@@ -24,7 +24,7 @@ from packhorse.packed.collate import (
     _listed_rows,
     routes_dtype,
 )
-from packhorse.packed.host import as_int64, check_total, host_count, host_ints
+from packhorse.packed.host import as_int64, check_total, host_count, host_ints, tensor_array
 from packhorse.packed.sentinels import NO_CANDIDATE
 
 #: What a missing or non-finite logprob becomes, as in vLLM's HTTP replies.
@@ -55,11 +55,14 @@ def read_token_ids(where: str, given: Any, vocab_size: int | None) -> np.ndarray
 
 def read_loss_mask(where: str, given: Any, num_tokens: int) -> np.ndarray:
     """[num_tokens] bool from booleans, or from integers 0 and 1."""
-    array = np.asarray(given) if isinstance(given, list | tuple | np.ndarray) else None
-    if isinstance(given, Tensor) and given.device.type == "cpu":
-        array = given.detach().numpy()
-    if array is None:
+    if isinstance(given, Tensor):
+        given = tensor_array(given, where)
+    if not isinstance(given, list | tuple | np.ndarray):
         raise TypeError(f"{where} must be a list or host array, got {type(given).__name__}")
+    try:
+        array = np.asarray(given)
+    except ValueError:  # lists of different lengths
+        raise TypeError(f"{where} must hold booleans, 0 or 1, got lists") from None
     if array.shape != (num_tokens,):
         raise ValueError(f"{where} has shape {array.shape}, expected [{num_tokens}]")
     if num_tokens and array.dtype.kind not in "biu":

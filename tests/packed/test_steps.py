@@ -130,6 +130,23 @@ def test_rewards_are_of_tokens_or_need_a_rule():
         merge_steps(two_steps(rewards=[0.25, 0.5]), ["a", "a"])
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda ids: [torch.tensor(row, dtype=torch.int32) for row in ids],
+        lambda ids: [np.array(row, dtype=np.int32) for row in ids],
+        lambda ids: PackedTensor.from_segments([torch.tensor(row).int() for row in ids]),
+        lambda ids: tuple(map(tuple, ids)),
+    ],
+)
+def test_observations_have_their_own_ids_in_any_kind_of_field(kind):
+    steps = two_steps(response_ids=kind([[3, 4], [5]]))
+    merged = merge_steps(steps, ["a", "a"]).output["response_ids"]
+    assert type(merged) is type(steps["response_ids"])
+    assert list(map(int, merged[0])) == [3, 4, 9, 9, 5]
+    assert getattr(merged[0], "dtype", torch.int32) in (torch.int32, np.int32)
+
+
 def test_fields_keep_their_kinds():
     steps = two_steps(
         response_ids=[np.array([3, 4]), np.array([5])],

@@ -457,6 +457,8 @@ LOGPROBS = TURN.format("rollout_logprobs")
         ({"loss_mask": [1]}, ValueError, rf"{TURN.format('loss_mask')} has shape \(1,\), expected"),
         ({"loss_mask": [1, 2]}, ValueError, "loss_mask .*, token 1: 2 is neither 0 nor 1$"),
         ({"loss_mask": [1.0, 0.0]}, TypeError, "loss_mask .* must hold booleans, 0 or 1"),
+        ({"loss_mask": [[1], [1, 0]]}, TypeError, "loss_mask .* must hold booleans, 0 or 1, got l"),
+        ({"loss_mask": torch.ones(2, dtype=torch.bfloat16)}, TypeError, "loss_mask .* must hold"),
         ({"loss_mask": 1}, TypeError, "loss_mask .* must be a list or host array, got int$"),
     ],
 )  # fmt: skip
