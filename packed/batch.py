@@ -339,8 +339,9 @@ class Batch:
         """Append copies of trajectory 0 that no loss counts until ``multiple`` divides B.
 
         Dense, listed and nested fields repeat trajectory 0, packed fields hold what their rule says
-        (routes: no rows; support: as many rows as trajectory 0, all -1). ``[:len(batch)]`` of the
-        result takes them off. A batch that needs none, an empty one too, is returned as it is.
+        (routes: no rows; support: as many rows as trajectory 0, all -1), ``router_padding_mask``
+        is True. ``[:len(batch)]`` of the result takes them off. A batch that needs none, an empty
+        one too, is returned as it is.
 
         Args:
             zeroed: dense or listed fields that padding holds zeros in, so that no loss counts it;
@@ -381,8 +382,8 @@ class Batch:
         """``count`` trajectories like these that stand for nothing, for ranks that have too few.
 
         Each has one attended token, at column 0 (``TokenLayout.build([1], first_columns=[0])``), no
-        captured route and no response. Dense fields are zero, listed tensors [0, ...], other listed
-        things None, packed fields what their rule says.
+        captured route and no response. Dense fields are zero, ``router_padding_mask`` is True,
+        listed tensors are [0, ...], other listed things None, packed fields what their rule says.
 
         Args:
             count: trajectories.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from packhorse.packed.batch_parts import apply, kind_of, leaves
-from packhorse.packed.fields import PackedField
+from packhorse.packed.fields import ROUTER_PADDING_MASK_FIELD, PackedField
 from packhorse.packed.host import without_waiting
 
 
@@ -36,11 +36,14 @@ def padding_fields(
     zeros: frozenset[str],
     rules: Mapping[str, PackedField],
 ) -> dict[str, Any]:
-    """``count`` copies of trajectory 0, but zeros in ``zeros`` and packed fields by their rule."""
+    """``count`` copies of trajectory 0, but zeros in ``zeros``, packed fields by their rule, and
+    the router told to count none of their tokens."""
 
     def pad_dense(path: str, dense: Tensor) -> Tensor:
         if path in zeros:
             return dense.new_zeros((count, *dense.shape[1:]))
+        if path == ROUTER_PADDING_MASK_FIELD:
+            return dense.new_ones((count, *dense.shape[1:]))
         return dense[:1].expand(count, *(-1 for _ in dense.shape[1:]))
 
     def pad_listed(path: str, listed: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -83,6 +86,8 @@ def synthetic_fields(
             made.copy_(rows[path].expand_as(made))
         elif path == attended:
             made[:, 0] = 1
+        elif path == ROUTER_PADDING_MASK_FIELD:
+            made.fill_(1)
         return made
 
     def make_listed(_: str, listed: tuple[Any, ...]) -> tuple[Any, ...]:

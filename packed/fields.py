@@ -39,6 +39,9 @@ ROUTE_DTYPES: Final = (torch.uint8, torch.int16, torch.int32)
 #: ``PackedField.fill`` of routes: K distinct experts, which no single number is.
 DUMMY_ROUTE: Final = "dummy_route"
 
+#: A dense [B, S] bool field of this name is True for all of a padding or synthetic trajectory.
+ROUTER_PADDING_MASK_FIELD: Final = "router_padding_mask"
+
 #: Which tokens have a row: the evaluated ones from the first on; each of the response; each of the
 #: trajectory; or any number of rows.
 Domain = Literal["captured", "response", "token", "any"]

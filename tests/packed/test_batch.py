@@ -374,6 +374,21 @@ def test_what_padding_zeroes_is_named_or_the_loss_mask():
     assert last["uids"] == "0-0"
 
 
+def test_a_stored_router_mask_masks_all_of_padding_and_of_synthetic_trajectories():
+    routes, lengths = make_routes([3, 2]), [4, 3]
+    full, dummies = materialize(routes, lengths, num_experts=6)
+    batch = Batch({
+        ROUTES: full,
+        "router_padding_mask": dummies.to_padded(True, 5, side="left"),
+        "loss_mask": torch.ones(2, 5),
+    })  # fmt: skip
+    mask = router_padding_mask(routes, lengths, width=5)
+    assert torch.equal(batch["router_padding_mask"], mask)
+    for more in (batch.pad_to_multiple(3), Batch.cat([batch, batch.synthetic(1, attended=None)])):
+        assert more["router_padding_mask"].tolist() == [*mask.tolist(), [True] * 5]
+        assert more[ROUTES].lengths == (4, 3, 0)
+
+
 # --- trap 47: synthetic trajectories --------------------------------------------------------------
 
 

@@ -246,6 +246,40 @@ def test_pickle_keeps_every_dtype_and_shape(dtype, protocol):
         assert ours.to(kept).tolist() == theirs.to(kept).tolist()
 
 
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_a_conjugate_that_is_only_marked_travels(protocol):
+    x = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    assert x.is_conj()
+    loaded = pickle.loads(pickle.dumps(Batch({"x": x}), protocol=protocol))
+    assert loaded["x"].tolist() == [1 - 2j, 3 + 1j]
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2,
+     torch.float8_e8m0fnu, torch.complex64, torch.bfloat16],
+    ids=str,
+)  # fmt: skip
+def test_dtypes_that_torch_hardly_knows_pass_every_operation(dtype):
+    x = torch.tensor([[1.0, 1.0], [2.0, 4.0], [8.0, 1.0]]).to(dtype)
+    batch = Batch({"x": x, "loss_mask": torch.ones(3)})
+    kept = torch.complex64 if dtype.is_complex else torch.float32
+    rows = x.to(kept).tolist()
+    for made, expected in (
+        (batch[[2, 0]], [rows[2], rows[0]]),
+        (batch[::-1], rows[::-1]),
+        (batch.repeat(2), rows * 2),
+        (Batch.cat([batch, batch]), rows * 2),
+        (batch.pad_to_multiple(2), [*rows, rows[0]]),
+        (batch.synthetic(1, attended=None, values={"x": 1}), [[1, 1]]),
+        (batch.clone(), rows),
+    ):
+        assert made["x"].dtype == dtype
+        assert made["x"].to(kept).tolist() == expected
+    assert batch == batch.clone()
+    assert batch != batch[::-1]
+
+
 def test_gradients_pass_through_selections():
     x = torch.ones(3, 2, requires_grad=True)
     batch = Batch({"x": x, "y": [x[0], x[1], x[2]]})
