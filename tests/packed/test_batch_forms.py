@@ -7,6 +7,7 @@ import copy
 import mmap
 import pickle
 import time
+import tracemalloc
 from typing import Any
 from unittest import mock
 
@@ -132,6 +133,32 @@ def test_slicing_costs_no_copy_and_little_time():
         return min(times) * 1e6
 
     assert best_us(1, size - 1) < 150  # three times what it takes, for slower machines
+
+
+def test_operations_cost_their_result_and_not_the_batch():
+    size = 50_000
+    batch = Batch({
+        "token_ids": torch.zeros(size, 2),
+        ROUTES: make_packed([1] * size, torch.uint8, (1, 1)),
+        "uids": ["uid"] * size,
+        "extra": {"parts": [0] * size},
+    })  # fmt: skip
+    few = batch[100:108]
+    for call in (
+        lambda: batch[-9:-1], lambda: batch[7], lambda: batch[[3, size - 1, 3]],
+        lambda: batch[range(0, 8, 2)], lambda: batch[::10_000], lambda: few.repeat(3),
+        lambda: few.repeat_interleave(3), lambda: Batch.cat([few, few]), lambda: few.split(2),
+        lambda: few.pad_to_multiple(5, zeroed=()), lambda: batch.synthetic(3, attended=None),
+        lambda: pickle.dumps(few, protocol=5), lambda: split_trajectories(few),
+    ):  # fmt: skip
+        call()
+        tracemalloc.start()
+        try:
+            call()
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < 50_000  # the offsets alone are 400,000 bytes
 
 
 def test_placement_and_dtype_reach_every_kind():
