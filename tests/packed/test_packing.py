@@ -1,0 +1,96 @@
+"""Packing of lengths into microbatches.
+
+Oracle: every partition of a few lengths tried, and what holds for any partition of many.
+"""
+
+import random
+
+import pytest
+
+from packhorse.packed.microbatch import MicrobatchPlan, plan_by_tokens
+
+
+def tokens_of(plan: MicrobatchPlan, lengths: list[int]) -> list[int]:
+    return [sum(lengths[i] for i in ids) for ids in plan.trajectories]
+
+
+def each_once(plan: MicrobatchPlan, count: int) -> bool:
+    return sorted(i for ids in plan.trajectories for i in ids) == list(range(count))
+
+
+def draw_lengths(rng: random.Random, most: int) -> list[int]:
+    kind = rng.randrange(3)
+    high = rng.randrange(1, 40)
+    if kind == 0:
+        return [rng.randint(1, high) for _ in range(rng.randrange(most))]
+    if kind == 1:
+        return [high] * rng.randrange(most)
+    return [max(1, int(rng.paretovariate(1.1))) % 200 + 1 for _ in range(rng.randrange(most))]
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_by_tokens_fits_the_budget_with_few_microbatches_as_even_as_proven(seed):
+    rng = random.Random(seed)
+    lengths = draw_lengths(rng, 8)
+    budget = rng.randint(max(lengths, default=1), 2 * max(lengths, default=1) + 20)
+    plan = plan_by_tokens(lengths, max_tokens=budget)
+    assert each_once(plan, len(lengths))
+    assert all(list(ids) == sorted(ids) and ids for ids in plan.trajectories)
+    loads = tokens_of(plan, lengths)
+    assert loads == sorted(loads, reverse=True)
+    assert max(loads, default=0) <= budget
+    if not lengths:
+        assert len(plan) == 0
+        return
+    number = len(plan)
+    fewest = next(few for few in range(1, number + 1) if can_fit(lengths, budget, few))
+    assert number <= (11 * fewest + 6) // 9
+    best = next(load for load in range(1, budget + 1) if can_fit(lengths, load, number))
+    assert max(loads) <= (4 / 3 - 1 / (3 * number)) * best + 1e-9
+
+
+def can_fit(lengths: list[int], budget: int, few: int) -> bool:
+    """Whether any partition into ``few`` groups fits: each trajectory into each group that can."""
+    states = {(budget,) * few}
+    for length in sorted(lengths, reverse=True):
+        states = {
+            tuple(sorted((*room[:k], room[k] - length, *room[k + 1 :])))
+            for room in states
+            for k in range(few)
+            if room[k] >= length
+        }
+    return bool(states)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_by_tokens_holds_for_many_trajectories(seed):
+    rng = random.Random(seed)
+    lengths = draw_lengths(rng, 300)
+    budget = rng.randint(1, 400)
+    multiple = rng.randrange(1, 5)
+    plan = plan_by_tokens(lengths, max_tokens=budget, multiple=multiple)
+    assert each_once(plan, len(lengths))
+    assert len(plan) % multiple == 0
+    for ids, synthetic in zip(plan.trajectories, plan.synthetic, strict=True):
+        assert synthetic == (not ids)
+        assert len(ids) <= 1 or sum(lengths[i] for i in ids) <= budget
+    # no more than one in two microbatches could be saved even by cutting trajectories in pieces
+    shares = sum(min(n, budget) for n in lengths) / budget
+    assert len(plan) <= 2 * shares + multiple
+
+
+def test_a_long_and_a_thousand_short_are_planned_at_once():
+    lengths = [1000] + [1] * 10_000
+    plan = plan_by_tokens(lengths, max_tokens=1000)
+    assert sorted(tokens_of(plan, lengths)) == [1000] * 11
+    # more than half the budget each, and a bound that leaves much room: the number is halved to
+    lengths = [334] * 3000
+    assert len(plan_by_tokens(lengths, max_tokens=999)) == 1500
+
+
+def test_where_sorted_greedy_does_not_fit_best_fit_is_cut():
+    # sorted greedy makes 5 + 4 and 5 + 3 + 3 = 11 of it; 5 + 5 and 4 + 3 + 3 fit
+    lengths = [5, 5, 4, 3, 3]
+    plan = plan_by_tokens(lengths, max_tokens=10)
+    assert sorted(tokens_of(plan, lengths)) == [10, 10]
+    assert len(plan) == 2
