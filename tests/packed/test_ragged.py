@@ -366,6 +366,24 @@ def test_what_moves_no_id_is_a_view(device):
     assert PackedRagged.cat([packed]) is packed
 
 
+def test_a_slice_whose_offsets_were_never_read_is_cut_further(device):
+    def rest() -> PackedRagged:
+        return build(MODEL, device)[2:]  # its ids start at 3 of the parent's
+
+    check(rest()[1:], MODEL[3:])
+    check(rest()[2:][:], MODEL[4:])
+    check(rest()[[2, 0]], [MODEL[4], MODEL[2]])
+    check(rest().repeat(2), MODEL[2:] * 2)
+    check(rest().repeat_interleave([0, 1, 2]), [MODEL[3], MODEL[4], MODEL[4]])
+    check(PackedRagged.cat([rest(), rest()[1:]]), MODEL[2:] + MODEL[3:])
+    check(PackedRagged.from_padded(rest().to_padded(), widths=rest().widths), MODEL[2:])
+    check(rest().clone(), MODEL[2:])
+    check(rest().to(device, copy=True), MODEL[2:])
+    assert lists_of(*rest()[-1]) == MODEL[-1]
+    for protocol in (2, 5):
+        check(pickle.loads(pickle.dumps(rest(), protocol=protocol)), MODEL[2:])
+
+
 def test_a_slice_makes_nothing_a_row():
     lengths = [10**5] * 10
     packed = PackedRagged.from_lengths(torch.zeros(10**6, dtype=torch.int32), [1] * 10**6, lengths)
