@@ -31,7 +31,6 @@ from packhorse.packed.batch_parts import (
     check_fields,
     check_joinable,
     cut_fields,
-    cut_stops,
     equal_fields,
     join_fields,
     kind_of,
@@ -44,6 +43,8 @@ from packhorse.packed.fields import PACKED_FIELDS, FieldRegistry
 from packhorse.packed.host import (
     Selector,
     check_total,
+    chunk_sizes,
+    device_and_dtype,
     from_host,
     host_count,
     host_int,
@@ -51,6 +52,7 @@ from packhorse.packed.host import (
     repeat_counts,
     segment_ids,
     slice_bounds,
+    split_stops,
 )
 from packhorse.packed.tensor import PackedTensor
 
@@ -278,19 +280,13 @@ class Batch:
         Args:
             split_size: trajectories a part, fewer in the last; or one size a part, B in sum.
         """
-        stops = cut_stops("Batch.split", split_size, self._size)
+        stops = split_stops("Batch.split", split_size, self._size, "trajectories")
         return tuple(self._slice(a, b) for a, b in zip([0, *stops], stops, strict=False))
 
     def chunk(self, chunks: int) -> tuple["Batch", ...]:
         """``split`` into parts of ceil(B / chunks), as ``torch.chunk``: at most ``chunks`` parts,
         fewer where B is small, and that many empty ones of an empty batch."""
-        chunks = host_int(chunks, "Batch.chunk: chunks")
-        if chunks < 1:
-            raise ValueError(f"Batch.chunk: chunks must be positive, got {chunks}")
-        if self._size == 0:
-            check_total("Batch.chunk", chunks, "chunks")
-            return self.split([0] * chunks)
-        return self.split(-(-self._size // chunks))
+        return self.split(chunk_sizes("Batch.chunk", chunks, self._size))
 
     @staticmethod
     def cat(batches: Iterable["Batch"], *, widen: bool = False) -> "Batch":
@@ -427,13 +423,7 @@ class Batch:
             TypeError: ``dtype`` is not floating; a target given twice.
         """
         name = "Batch.to"
-        if isinstance(target, torch.dtype):
-            if dtype is not None:
-                raise TypeError(f"{name}: two dtypes")
-            dtype, target = target, None
-        if target is not None and device is not None:
-            raise TypeError(f"{name}: two devices")
-        place = device if target is None else target
+        place, dtype = device_and_dtype(name, target, dtype, device)
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"{name}: {dtype} is not floating; only floating fields are cast")
 

@@ -15,9 +15,6 @@ from packhorse.packed.host import (
     check_total,
     equal_values,
     from_buffer,
-    host_int,
-    host_ints,
-    is_scalar,
 )
 from packhorse.packed.tensor import PackedTensor
 
@@ -226,19 +223,6 @@ def join_fields(function: str, parts: Sequence[dict[str, Any]], prefix: str = ""
 
 
 # --- small things ---------------------------------------------------------------------------------
-
-
-def cut_stops(function: str, split_size: Any, size: int) -> list[int]:
-    """Where each part ends; a batch of none is one part."""
-    if is_scalar(split_size):
-        step = host_int(split_size, f"{function}: split_size")
-        if step < 1:
-            raise ValueError(f"{function}: split_size must be positive, got {step}")
-        return [*range(step, size, step), size]
-    sizes = host_ints(split_size, f"{function}: split_size")
-    if (sizes < 0).any() or sum(sizes.tolist()) != size:
-        raise ValueError(f"{function}: sizes must be >= 0 and sum to {size} trajectories")
-    return list(np.cumsum(sizes).tolist())
 
 
 def shown(field: Any) -> str:

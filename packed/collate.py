@@ -27,6 +27,7 @@ from packhorse.packed.host import (
     check_total,
     host_count,
     host_ints,
+    row_place,
     tensor_array,
 )
 from packhorse.packed.sentinels import MISSING_EXPERT, NO_CANDIDATE
@@ -233,7 +234,7 @@ def pack_support(
         width: C, at least the widest row; by default as wide as that, and at least 1.
         max_bytes: what the result may take, 4 N C bytes. One row of the whole vocabulary (a token
             that no filter cut) makes every row as wide: leave such a row empty or score its batch
-            on its own. A ragged form will carry such rows.
+            on its own. ``pack_ragged_support`` carries such rows.
 
     Returns:
         [N, C] int32: the ids of a row in their given order from column 0, then -1.
@@ -250,7 +251,38 @@ def pack_support(
     if width is not None:
         width = _positive(width, f"{name}: width")
     max_bytes = host_count(max_bytes, f"{name}: max_bytes")
-    if not isinstance(sampled_ids, Sequence):
+    token_ids, rows, counts, starts = checked_support(name, support, sampled_ids, vocab_size)
+    widest = int(counts.max(initial=1))
+    if width is None:
+        width = widest
+    if widest > width:
+        row = int(np.argmax(counts > width))
+        where = f"{name}: {SUPPORT_FIELD} of {row_place(row, starts)}"
+        raise ValueError(f"{where}: {counts[row]} ids do not fit width={width}")
+    num_bytes = 4 * counts.size * width
+    if num_bytes > max_bytes:
+        row = int(np.argmax(counts))
+        where = f"{name}: {SUPPORT_FIELD} of {row_place(row, starts)}"
+        raise ValueError(
+            f"{where}: {counts[row]} ids are its widest row; all {counts.size} rows of width"
+            f" {width} are {num_bytes} bytes, above max_bytes={max_bytes}"
+        )
+    values = torch.full((counts.size, width), NO_CANDIDATE, dtype=torch.int32)
+    columns = np.arange(rows.size, dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+    values.numpy()[rows, columns] = token_ids
+    return PackedTensor.from_lengths(values, np.diff(starts).tolist())
+
+
+def checked_support(
+    name: str, support: Any, sampled_ids: Any, vocab_size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The rows of all trajectories, checked as ``pack_support`` says.
+
+    Returns:
+        ids [total] int64 and the row of each, ids of each row [N], and where each trajectory's rows
+        begin [B + 1].
+    """
+    if not isinstance(sampled_ids, Sequence) or isinstance(sampled_ids, str | bytes):
         raise TypeError(f"{name}: sampled_ids must be a sequence of one id sequence a trajectory")
     sampled = [
         host_ints(ids, f"{name}: sampled_ids of trajectory {i}")
@@ -260,8 +292,7 @@ def pack_support(
     token_ids, counts = _support_rows(name, support, np.diff(starts))
 
     def place(row: np.integer | int) -> str:
-        i = int(np.searchsorted(starts, row, side="right")) - 1
-        return f"{name}: {SUPPORT_FIELD} of trajectory {i}, row {row - starts[i]}"
+        return f"{name}: {SUPPORT_FIELD} of {row_place(row, starts)}"
 
     rows = np.repeat(np.arange(counts.size, dtype=np.int64), counts)
     present = token_ids != NO_CANDIDATE
@@ -288,24 +319,7 @@ def pack_support(
         raise ValueError(
             f"{place(row)}: the sampled id {sampled_flat[row]} is not among its {counts[row]} ids"
         )
-    widest = int(counts.max(initial=1))
-    if width is None:
-        width = widest
-    if widest > width:
-        row = int(np.argmax(counts > width))
-        raise ValueError(f"{place(row)}: {counts[row]} ids do not fit width={width}")
-    num_bytes = 4 * counts.size * width
-    if num_bytes > max_bytes:
-        row = int(np.argmax(counts))
-        raise ValueError(
-            f"{place(row)}: {counts[row]} ids are its widest row; all {counts.size} rows of width"
-            f" {width} are {num_bytes} bytes, above max_bytes={max_bytes}"
-        )
-
-    values = torch.full((counts.size, width), NO_CANDIDATE, dtype=torch.int32)
-    columns = np.arange(rows.size, dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-    values.numpy()[rows, columns] = token_ids
-    return PackedTensor.from_lengths(values, np.diff(starts).tolist())
+    return token_ids, rows, counts, starts
 
 
 def _support_rows(

@@ -208,6 +208,48 @@ def repeat_counts(name: str, repeats: Any, lengths: np.ndarray) -> np.ndarray:
     return array
 
 
+def row_place(row: int | np.integer, bounds: np.ndarray) -> str:
+    """Trajectory and row of row ``row`` of the batch; ``bounds`` [B + 1] are the rows' offsets."""
+    i = int(np.searchsorted(bounds, row, side="right")) - 1
+    return f"trajectory {i}, row {row - bounds[i]}"
+
+
+def split_stops(name: str, split_size: Any, count: int, what: str) -> list[int]:
+    """Where each part of ``count`` things (``what``) ends, as ``torch.split`` cuts; none is one."""
+    if is_scalar(split_size):
+        size = host_int(split_size, f"{name}: split_size")
+        if size < 1:
+            raise ValueError(f"{name}: split_size must be positive, got {size}")
+        return [*range(size, count, size), count]
+    sizes = host_ints(split_size, f"{name}: split_size")
+    if (sizes < 0).any() or sum(sizes.tolist()) != count:
+        raise ValueError(f"{name}: sizes must be >= 0 and sum to {count} {what}")
+    return list(np.cumsum(sizes).tolist())
+
+
+def chunk_sizes(name: str, chunks: Any, count: int) -> int | list[int]:
+    """``split_size`` of a split into parts of ceil(count / chunks), as ``torch.chunk`` cuts: that
+    many empty ones of nothing."""
+    chunks = host_int(chunks, f"{name}: chunks")
+    if chunks < 1:
+        raise ValueError(f"{name}: chunks must be positive, got {chunks}")
+    if count == 0:
+        check_total(name, chunks, "chunks")
+        return [0] * chunks
+    return -(-count // chunks)
+
+
+def device_and_dtype(name: str, target: Any, dtype: Any, device: Any) -> tuple[Any, Any]:
+    """What ``to(device)``, ``to(dtype)`` or ``to(device, dtype)`` asks for, None where nothing."""
+    if isinstance(target, torch.dtype):
+        if dtype is not None:
+            raise TypeError(f"{name}: two dtypes")
+        dtype, target = target, None
+    if target is not None and device is not None:
+        raise TypeError(f"{name}: two devices")
+    return (device if target is None else target), dtype
+
+
 def from_host(array: np.ndarray, device: torch.device) -> Tensor:
     """``array`` on ``device``, without waiting for it. The array belongs to the result."""
     return without_waiting(torch.from_numpy(array), device)

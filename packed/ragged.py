@@ -32,16 +32,18 @@ from packhorse.packed.host import (
     accumulate,
     bounds_of,
     check_total,
+    chunk_sizes,
+    device_and_dtype,
     from_buffer,
     from_host,
     host_count,
     host_int,
-    host_ints,
     is_scalar,
     offsets_on,
     repeat_counts,
     segment_ids,
     slice_bounds,
+    split_stops,
     without_waiting,
 )
 from packhorse.packed.ragged_rows import (
@@ -424,29 +426,13 @@ class PackedRagged:
         Args:
             split_size: segments a part, fewer in the last; or one size for each part, B in sum.
         """
-        name = "PackedRagged.split"
-        if is_scalar(split_size):
-            size = host_int(split_size, f"{name}: split_size")
-            if size < 1:
-                raise ValueError(f"{name}: split_size must be positive, got {size}")
-            stops = [*range(size, len(self), size), len(self)]
-        else:
-            sizes = host_ints(split_size, f"{name}: split_size")
-            if (sizes < 0).any() or sum(sizes.tolist()) != len(self):
-                raise ValueError(f"{name}: sizes must be >= 0 and sum to {len(self)} segments")
-            stops = np.cumsum(sizes).tolist()
+        stops = split_stops("PackedRagged.split", split_size, len(self), "segments")
         starts = [0, *stops][:-1]
         return tuple(self._view(start, stop) for start, stop in zip(starts, stops, strict=True))
 
     def chunk(self, chunks: int) -> tuple["PackedRagged", ...]:
         """``split`` into parts of ceil(B / chunks) segments: the same cut as ``torch.chunk``."""
-        chunks = host_int(chunks, "PackedRagged.chunk: chunks")
-        if chunks < 1:
-            raise ValueError(f"PackedRagged.chunk: chunks must be positive, got {chunks}")
-        if len(self) == 0:
-            check_total("PackedRagged.chunk", chunks, "chunks")
-            return self.split([0] * chunks)
-        return self.split(-(-len(self) // chunks))
+        return self.split(chunk_sizes("PackedRagged.chunk", chunks, len(self)))
 
     # --- placement --------------------------------------------------------------------------------
 
@@ -467,14 +453,9 @@ class PackedRagged:
             TypeError: ``dtype`` is neither floating nor int32; a target given twice.
         """
         name = "PackedRagged.to"
-        if isinstance(target, torch.dtype):
-            if dtype is not None:
-                raise TypeError(f"{name}: two dtypes")
-            dtype, target = target, None
-        if target is not None and device is not None:
-            raise TypeError(f"{name}: two devices")
+        target, dtype = device_and_dtype(name, target, dtype, device)
         if target is None:
-            target = self.device if device is None else device
+            target = self.device
         if dtype is not None and dtype != torch.int32 and not dtype.is_floating_point:
             raise TypeError(f"{name}: {dtype} is not floating; support ids are int32")
         values = self._values.to(target, non_blocking=non_blocking, copy=copy)

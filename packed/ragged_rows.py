@@ -17,6 +17,7 @@ from packhorse.packed.host import (
     from_host,
     host_count,
     host_ints,
+    row_place,
 )
 from packhorse.packed.sentinels import NO_CANDIDATE
 from packhorse.packed.tensor import PackedTensor
@@ -24,12 +25,6 @@ from packhorse.packed.tensor import PackedTensor
 #: Mean ids of a contiguous run from which copying runs beats indexing ids, as in ``PackedTensor``.
 _IDS_PER_RUN: Final = 256
 _INT64_MAX: Final = 2**63 - 1
-
-
-def row_place(row: int | np.integer, bounds: np.ndarray) -> str:
-    """Trajectory and row of row ``row`` of the batch; ``bounds`` [B + 1] are the rows' offsets."""
-    i = int(np.searchsorted(bounds, row, side="right")) - 1
-    return f"trajectory {i}, row {row - bounds[i]}"
 
 
 # --- checks ---------------------------------------------------------------------------------------

@@ -33,18 +33,20 @@ from packhorse.packed.host import (
     accumulate,
     bounds_of,
     check_total,
+    chunk_sizes,
+    device_and_dtype,
     equal_values,
     from_buffer,
     from_host,
     host_count,
     host_int,
-    host_ints,
     is_scalar,
     offsets_on,
     repeat_counts,
     same_bits,
     segment_ids,
     slice_bounds,
+    split_stops,
 )
 
 #: Mean rows of a contiguous run from which copying runs beats indexing rows: an index costs 8 bytes
@@ -386,30 +388,14 @@ class PackedTensor:
         Args:
             split_size: segments a part, fewer in the last; or one size for each part, B in sum.
         """
-        name = "PackedTensor.split"
-        if is_scalar(split_size):
-            size = host_int(split_size, f"{name}: split_size")
-            if size < 1:
-                raise ValueError(f"{name}: split_size must be positive, got {size}")
-            stops = [*range(size, len(self), size), len(self)]
-        else:
-            sizes = host_ints(split_size, f"{name}: split_size")
-            if (sizes < 0).any() or sum(sizes.tolist()) != len(self):
-                raise ValueError(f"{name}: sizes must be >= 0 and sum to {len(self)} segments")
-            stops = np.cumsum(sizes).tolist()
+        stops = split_stops("PackedTensor.split", split_size, len(self), "segments")
         starts = [0, *stops][:-1]
         return tuple(self._view(start, stop) for start, stop in zip(starts, stops, strict=True))
 
     def chunk(self, chunks: int) -> tuple["PackedTensor", ...]:
         """``split`` into parts of ceil(B / chunks) segments: the same cut as ``torch.chunk``, so it
         stays in step with dense tensors, fewer parts than asked where theirs are fewer."""
-        chunks = host_int(chunks, "PackedTensor.chunk: chunks")
-        if chunks < 1:
-            raise ValueError(f"PackedTensor.chunk: chunks must be positive, got {chunks}")
-        if len(self) == 0:
-            check_total("PackedTensor.chunk", chunks, "chunks")
-            return self.split([0] * chunks)
-        return self.split(-(-len(self) // chunks))
+        return self.split(chunk_sizes("PackedTensor.chunk", chunks, len(self)))
 
     # --- placement and dtype ----------------------------------------------------------------------
 
@@ -432,14 +418,9 @@ class PackedTensor:
             TypeError: ``dtype`` is not floating and not that of the values; a target given twice.
         """
         name = "PackedTensor.to"
-        if isinstance(target, torch.dtype):
-            if dtype is not None:
-                raise TypeError(f"{name}: two dtypes")
-            dtype, target = target, None
-        if target is not None and device is not None:
-            raise TypeError(f"{name}: two devices")
+        target, dtype = device_and_dtype(name, target, dtype, device)
         if target is None:
-            target = self.device if device is None else device
+            target = self.device
         if dtype is not None and dtype != self.dtype and not dtype.is_floating_point:
             raise TypeError(f"{name}: {dtype} is not floating; widen() changes an integer dtype")
         if dtype is None or not self.dtype.is_floating_point:
