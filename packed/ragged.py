@@ -453,12 +453,12 @@ class PackedRagged:
             TypeError: ``dtype`` is neither floating nor int32; a target given twice.
         """
         name = "PackedRagged.to"
-        target, dtype = device_and_dtype(name, target, dtype, device)
-        if target is None:
-            target = self.device
+        place, dtype = device_and_dtype(name, target, dtype, device)
         if dtype is not None and dtype != torch.int32 and not dtype.is_floating_point:
             raise TypeError(f"{name}: {dtype} is not floating; support ids are int32")
-        values = self._values.to(target, non_blocking=non_blocking, copy=copy)
+        values = self._values.to(
+            self.device if place is None else place, non_blocking=non_blocking, copy=copy
+        )
         if values is self._values:
             return self
         row_offsets = None

@@ -418,14 +418,14 @@ class PackedTensor:
             TypeError: ``dtype`` is not floating and not that of the values; a target given twice.
         """
         name = "PackedTensor.to"
-        target, dtype = device_and_dtype(name, target, dtype, device)
-        if target is None:
-            target = self.device
+        place, dtype = device_and_dtype(name, target, dtype, device)
         if dtype is not None and dtype != self.dtype and not dtype.is_floating_point:
             raise TypeError(f"{name}: {dtype} is not floating; widen() changes an integer dtype")
         if dtype is None or not self.dtype.is_floating_point:
             dtype = self.dtype
-        values = self._values.to(target, dtype, non_blocking=non_blocking, copy=copy)
+        values = self._values.to(
+            self.device if place is None else place, dtype, non_blocking=non_blocking, copy=copy
+        )
         if values is self._values:
             return self
         same_place = values.device == self.device and not copy
