@@ -1,10 +1,6 @@
 """Router losses under replay against formulas in NumPy: values, gradients, masks, recompute."""
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,9 +23,7 @@ from tests.megatron.helpers import (
     run_schedule,
 )
 from tests.megatron.loss_helpers import COEFFICIENT, KINDS, LossLog, build
-
-ROOT = Path(__file__).parents[2]
-
+from tests.megatron.two_ranks import run_module_twice
 
 # --- the oracle -----------------------------------------------------------------------------------
 
@@ -401,23 +395,7 @@ def test_two_ranks_with_half_of_the_rows_each_add_up_to_one_that_has_all(kind, t
     """Over the group that Megatron sums tokens over (TP x CP; with DP for "global_aux_loss"): the
     parts of the loss and the gradients of the rows are those of one rank; live rows and padding
     on one side more than on the other."""
-    outs = [tmp_path / f"{rank}.pt" for rank in range(2)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.megatron.loss_worker", str(rank),
-             str(tmp_path / "store"), str(out), kind],
-            cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank, out in enumerate(outs)
-    ]  # fmt: skip
-    try:
-        printed = [process.communicate(timeout=300)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], printed
-    parts = [torch.load(out) for out in outs]
+    parts = run_module_twice("tests.megatron.loss_worker", tmp_path, kind, timeout_s=300)
     (alone,), gradient = parts[0]["alone"]
     assert sum(part["joined"][0][0] for part in parts) == pytest.approx(alone, rel=1e-5)
     joined = torch.cat([part["joined"][1] for part in parts])

@@ -1,10 +1,6 @@
 """What the optimizer sees of the routers' losses on two ranks, against formulas of one rank."""
 
-import os
-import subprocess
-import sys
 from dataclasses import astuple
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +17,8 @@ from tests.megatron.loss_schedule_worker import (
     positions_of,
     routes_of,
 )
+from tests.megatron.two_ranks import run_module_twice
 
-ROOT = Path(__file__).parents[2]
 PARALLELISMS = ["tp", "cp", "dp"]
 
 
@@ -30,23 +26,8 @@ PARALLELISMS = ["tp", "cp", "dp"]
 def ran(request, tmp_path_factory):
     """(parallelism, what each of its two ranks left)."""
     folder = tmp_path_factory.mktemp(request.param)
-    outs = [folder / f"{rank}.pt" for rank in range(2)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.megatron.loss_schedule_worker", str(rank),
-             str(folder / "store"), str(out), request.param],
-            cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank, out in enumerate(outs)
-    ]  # fmt: skip
-    try:
-        printed = [process.communicate(timeout=600)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], printed
-    return request.param, [torch.load(out) for out in outs]
+    worker = "tests.megatron.loss_schedule_worker"
+    return request.param, run_module_twice(worker, folder, request.param, timeout_s=600)
 
 
 class Replica:

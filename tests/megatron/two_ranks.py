@@ -57,3 +57,26 @@ def run_two_ranks(file: str, folder: Path) -> list[Any]:
             process.kill()
     assert all(process.returncode == 0 for process in processes), "\n".join(errors)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+def run_module_twice(module: str, folder: Path, argument: str, timeout_s: float) -> list[Any]:
+    """What each rank of ``python -m MODULE RANK STORE OUT ARGUMENT`` saved in OUT."""
+    outs = [folder / f"{rank}.pt" for rank in range(WORLD)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, str(rank), str(folder / "store"), str(out), argument],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, out in enumerate(outs)
+    ]
+    try:
+        printed = [process.communicate(timeout=timeout_s)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * WORLD, printed
+    return [torch.load(out) for out in outs]
