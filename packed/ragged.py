@@ -27,6 +27,7 @@ from torch import Tensor
 from packhorse._env import CHECK_VALUES
 from packhorse._nvtx import ranged_methods
 from packhorse.kernels.support_rows import RaggedSupport, pad_ragged_support
+from packhorse.packed.copies import clone_rows, join_rows, repeat_rows, run_rows, take_runs
 from packhorse.packed.host import (
     Selector,
     accumulate,
@@ -37,13 +38,9 @@ from packhorse.packed.host import (
     from_buffer,
     from_host,
     host_count,
-    host_int,
     is_scalar,
     offsets_on,
     repeat_counts,
-    segment_ids,
-    slice_bounds,
-    split_stops,
     without_waiting,
 )
 from packhorse.packed.ragged_rows import (
@@ -51,20 +48,19 @@ from packhorse.packed.ragged_rows import (
     check_padded_width,
     check_tensor,
     checked_bounds,
-    copy_spans,
     joined_segments,
     padded_cells,
     row_bounds_of,
     rows_of_padded,
-    span_rows,
     sums,
 )
+from packhorse.packed.segments import PackedSegments
 from packhorse.packed.sentinels import NO_CANDIDATE
 from packhorse.packed.tensor import PackedTensor
 
 
-@ranged_methods("empty", "is_pinned", "segment")
-class PackedRagged:
+@ranged_methods("detach", "empty", "is_pinned", "segment")
+class PackedRagged(PackedSegments):
     """B segments of rows of token ids, of any width each, one after another in ``values``.
 
     Args:
@@ -92,17 +88,10 @@ class PackedRagged:
         (tensor([4], dtype=torch.int32), array([1, 2, 0]))
     """
 
-    __slots__ = (
-        "__weakref__", "_bounds", "_cu_seqlens", "_lengths", "_max_width", "_row_bounds",
-        "_row_offsets", "_values",
-    )  # fmt: skip
+    __slots__ = ("_max_width", "_row_bounds", "_row_offsets")
 
-    _values: Tensor
-    _cu_seqlens: Tensor
-    _bounds: np.ndarray  # [B + 1] int64: cu_seqlens on the host
     _row_bounds: np.ndarray  # [N + 1] int64: row_offsets on the host, but for a common first id
     _row_offsets: Tensor | None  # on the CPU made on first use: a slice costs nothing a row
-    _lengths: tuple[int, ...] | None
     _max_width: int | None
 
     def __init__(
@@ -120,7 +109,7 @@ class PackedRagged:
             same &= (row_offsets == from_host(row_bounds.copy(), values.device)).all()
             message = "PackedRagged: offsets on the device differ from lengths and widths"
             torch._assert_async(same, message)
-        self._set(values, cu_seqlens.contiguous(), bounds, row_bounds, row_offsets.contiguous())
+        self._set(values, bounds, row_bounds, row_offsets.contiguous(), cu_seqlens.contiguous())
 
     # --- constructors -----------------------------------------------------------------------------
 
@@ -187,24 +176,22 @@ class PackedRagged:
     ) -> "PackedRagged":
         """From parts already checked; the arrays belong to the result."""
         packed = object.__new__(cls)
-        if cu_seqlens is None:
-            cu_seqlens = offsets_on(values.device, bounds)
-        if row_offsets is None and values.device.type != "cpu":
-            row_offsets = from_host(row_bounds - row_bounds[0], values.device)
-        packed._set(values, cu_seqlens, bounds, row_bounds, row_offsets)
+        packed._set(values, bounds, row_bounds, row_offsets, cu_seqlens)
         return packed
 
     def _set(
         self,
         values: Tensor,
-        cu_seqlens: Tensor,
         bounds: np.ndarray,
         row_bounds: np.ndarray,
         row_offsets: Tensor | None,
+        cu_seqlens: Tensor | None,
     ) -> None:
-        self._values, self._cu_seqlens, self._bounds = values, cu_seqlens, bounds
+        self._set_segments(values, bounds, cu_seqlens)
+        if row_offsets is None and not values.is_cpu:
+            row_offsets = from_host(row_bounds - row_bounds[0], values.device)
         self._row_bounds, self._row_offsets = row_bounds, row_offsets
-        self._lengths = self._max_width = None
+        self._max_width = None
 
     # --- what it is -------------------------------------------------------------------------------
 
@@ -227,29 +214,6 @@ class PackedRagged:
         return self._row_offsets
 
     @property
-    def cu_seqlens(self) -> Tensor:
-        """[B + 1] int32 on ``device``: the first row of each segment, then N."""
-        return self._cu_seqlens
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Rows of each segment, on the host."""
-        if self._lengths is None:
-            self._lengths = tuple(np.diff(self._bounds).tolist())
-        return self._lengths
-
-    @property
-    def bounds(self) -> np.ndarray:
-        """``offsets`` as an int64 array [B + 1], read-only."""
-        self._bounds.flags.writeable = False
-        return self._bounds
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """``cu_seqlens`` on the host: B + 1 integers."""
-        return tuple(self._bounds.tolist())
-
-    @property
     def widths(self) -> np.ndarray:
         """[N] int64 on the host, a new array: ids of each row."""
         return np.diff(self._row_bounds)
@@ -262,11 +226,6 @@ class PackedRagged:
         return self._max_width
 
     @property
-    def max_seqlen(self) -> int:
-        """Rows of the longest segment; 0 without segments."""
-        return max(self.lengths, default=0)
-
-    @property
     def num_rows(self) -> int:
         """N."""
         return self._row_bounds.size - 1
@@ -274,18 +233,6 @@ class PackedRagged:
     @property
     def num_ids(self) -> int:
         return self._values.shape[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._values.device
-
-    def __len__(self) -> int:
-        """B."""
-        return self._bounds.size - 1
 
     def __repr__(self) -> str:
         shown = ", ".join(map(str, self.lengths[:8])) + (", ..." if len(self) > 8 else "")
@@ -298,10 +245,8 @@ class PackedRagged:
 
     def segment(self, index: SupportsIndex) -> RaggedSupport:
         """Views of segment ``index``: its ids, and its row offsets from 0; -1 is the last one."""
-        i = host_int(index, "PackedRagged: the index")
-        if not -len(self) <= i < len(self):
-            raise IndexError(f"PackedRagged: index {i} is out of range for {len(self)} segments")
-        one = self._view(i % len(self), i % len(self) + 1)
+        i = self._index(index)
+        one = self._view(i, i + 1)
         return RaggedSupport(one.values, one.row_offsets)
 
     def __iter__(self) -> Iterator[RaggedSupport]:
@@ -322,21 +267,10 @@ class PackedRagged:
             ValueError: a mask whose length is not B, or rows past int32 in the result.
             IndexError: an integer out of range.
         """
-        if is_scalar(selector):
-            return self.segment(selector)
-        if isinstance(selector, slice):
-            start, stop, step = slice_bounds(selector, len(self), "PackedRagged")
-            if step == 1:
-                return self._view(start, max(start, stop))
-        return self._gather(segment_ids(selector, len(self), "PackedRagged"))
+        return self.segment(selector) if is_scalar(selector) else self._select(selector)
 
     def _view(self, start: int, stop: int) -> "PackedRagged":
-        bounds = self._bounds[start : stop + 1]
-        first = int(bounds[0])
-        cu_seqlens = self._cu_seqlens[start : stop + 1]
-        # the host's offset, so that this is one launch and no read
-        cu_seqlens = cu_seqlens - first if first else cu_seqlens
-        return self._view_rows(first, bounds - first, cu_seqlens)
+        return self._view_rows(*self._cut(start, stop))
 
     def _view_rows(
         self, first_row: int, bounds: np.ndarray, cu_seqlens: Tensor | None = None
@@ -348,27 +282,20 @@ class PackedRagged:
         first_id = int(row_bounds[0]) - int(all_bounds[0])
         values = self._values.narrow(0, first_id, int(row_bounds[-1]) - int(row_bounds[0]))
         row_offsets = None
-        if self._row_offsets is not None and self.device.type != "cpu":
+        if self._row_offsets is not None and not self._values.is_cpu:
             row_offsets = self._row_offsets[rows]
             row_offsets = row_offsets - first_id if first_id else row_offsets
         return self._make(values, bounds, row_bounds, row_offsets, cu_seqlens)
 
     def _gather(self, ids: np.ndarray) -> "PackedRagged":
-        name = "PackedRagged"
-        starts, lengths = self._bounds[ids], self._bounds[ids + 1] - self._bounds[ids]
-        bounds = accumulate(name, lengths)
-        filled = lengths > 0
-        starts, lengths = starts[filled], lengths[filled]
-        new_run = np.append(True, starts[1:] != starts[:-1] + lengths[:-1])[: starts.size]
-        if np.count_nonzero(new_run) <= 1:
+        bounds, starts, lengths = self._runs(ids)
+        if starts.size <= 1:
             return self._view_rows(int(starts[0]) if starts.size else 0, bounds)
-        starts = starts[new_run]
-        lengths = np.add.reduceat(lengths, np.flatnonzero(new_run))
         row_bounds = self._row_bounds
         first_ids, num_ids = row_bounds[starts], row_bounds[starts + lengths] - row_bounds[starts]
-        check_ids(name, sum(num_ids.tolist()))
-        rows = span_rows(starts, lengths)
-        values = copy_spans(self._values, first_ids - row_bounds[0], num_ids)
+        check_ids("PackedRagged", sum(num_ids.tolist()))
+        rows, filled = run_rows(starts, lengths), num_ids > 0
+        values = take_runs(self._values, first_ids[filled] - row_bounds[0], num_ids[filled])
         return self._make(values, bounds, sums(row_bounds[rows + 1] - row_bounds[rows]))
 
     # --- whole batches ----------------------------------------------------------------------------
@@ -397,7 +324,7 @@ class PackedRagged:
         bounds = accumulate(name, np.concatenate([np.diff(packed._bounds) for packed in tensors]))
         check_ids(name, sum(packed.num_ids for packed in tensors))
         row_bounds = sums(np.concatenate([packed.widths for packed in tensors]))
-        return PackedRagged._make(torch.cat([p._values for p in tensors]), bounds, row_bounds)
+        return PackedRagged._make(join_rows([p._values for p in tensors]), bounds, row_bounds)
 
     def repeat(self, times: int) -> "PackedRagged":
         """The whole batch ``times`` times over: segments 0 1 become 0 1 0 1. 1 returns it as is."""
@@ -409,7 +336,8 @@ class PackedRagged:
         check_total(name, self.num_rows * times)
         check_ids(name, self.num_ids * times)
         bounds = accumulate(name, np.tile(np.diff(self._bounds), times))
-        return self._make(self._values.repeat(times), bounds, sums(np.tile(self.widths, times)))
+        row_bounds = sums(np.tile(self.widths, times))
+        return self._make(repeat_rows(self._values, times), bounds, row_bounds)
 
     def repeat_interleave(self, repeats: int | Sequence[int] | Tensor) -> "PackedRagged":
         """Each segment ``repeats`` times in place: 0 1 become 0 0 1 1.
@@ -426,9 +354,7 @@ class PackedRagged:
         Args:
             split_size: segments a part, fewer in the last; or one size for each part, B in sum.
         """
-        stops = split_stops("PackedRagged.split", split_size, len(self), "segments")
-        starts = [0, *stops][:-1]
-        return tuple(self._view(start, stop) for start, stop in zip(starts, stops, strict=True))
+        return self._parts("PackedRagged.split", split_size)
 
     def chunk(self, chunks: int) -> tuple["PackedRagged", ...]:
         """``split`` into parts of ceil(B / chunks) segments: the same cut as ``torch.chunk``."""
@@ -482,7 +408,7 @@ class PackedRagged:
         row_offsets = self.row_offsets.pin_memory()
         return self._make(
             self._values.pin_memory(), self._bounds, row_offsets.numpy(), row_offsets,
-            self._cu_seqlens.pin_memory(),
+            self.cu_seqlens.pin_memory(),
         )  # fmt: skip
 
     def is_pinned(self) -> bool:
@@ -499,11 +425,15 @@ class PackedRagged:
 
     def clone(self) -> "PackedRagged":
         """A private, writable, contiguous copy."""
-        values = self._values.clone(memory_format=torch.contiguous_format)
-        offsets = None if self.device.type == "cpu" else self.row_offsets.clone()
-        return self._make(
-            values, self._bounds, self._own_row_bounds(), offsets, self._cu_seqlens.clone()
-        )
+        values, row_bounds = clone_rows(self._values), self._own_row_bounds()
+        if values.is_cpu:
+            return self._make(values, self._bounds, row_bounds)
+        offsets = (self.row_offsets.clone(), self.cu_seqlens.clone())
+        return self._make(values, self._bounds, row_bounds, *offsets)
+
+    def detach(self) -> "PackedRagged":
+        """``self``: ids have no gradient."""
+        return self
 
     # --- other forms ------------------------------------------------------------------------------
 
@@ -534,7 +464,7 @@ class PackedRagged:
             cells = from_host(padded_cells(self._own_row_bounds(), width), self.device)
             padded.index_put_((cells,), self._values)
             padded = padded.view(self.num_rows, width)
-        return PackedTensor(padded, self._cu_seqlens, lengths=self.lengths)
+        return PackedTensor(padded, self.cu_seqlens, lengths=self.lengths)
 
     # --- equality, pickling -----------------------------------------------------------------------
 
@@ -551,11 +481,6 @@ class PackedRagged:
         return np.array_equal(self.widths, other.widths) and torch.equal(
             self._values, other._values
         )
-
-    def __eq__(self, other: object) -> bool:
-        return self.equal(other) if isinstance(other, PackedRagged) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         """Only its own rows travel; by protocol 5 CPU ids and row offsets are a buffer each."""

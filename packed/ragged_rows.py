@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from packhorse.packed.copies import join_rows, run_rows, take_rows
 from packhorse.packed.host import (
     accumulate,
     bounds_of,
     check_total,
-    from_host,
     host_count,
     host_ints,
     row_place,
@@ -22,8 +22,6 @@ from packhorse.packed.host import (
 from packhorse.packed.sentinels import NO_CANDIDATE
 from packhorse.packed.tensor import PackedTensor
 
-#: Mean ids of a contiguous run from which copying runs beats indexing ids, as in ``PackedTensor``.
-_IDS_PER_RUN: Final = 256
 _INT64_MAX: Final = 2**63 - 1
 
 
@@ -193,7 +191,7 @@ def joined_segments(name: str, segments: Iterable[Any]) -> tuple[Tensor, np.ndar
         ids.append(token_ids)
         widths.append(np.diff(entries))
     bounds = accumulate(name, np.array([part.size for part in widths], dtype=np.int64))
-    values = torch.cat(ids) if ids else torch.empty(0, dtype=torch.int32)
+    values = join_rows(ids) if ids else torch.empty(0, dtype=torch.int32)
     return values, bounds, sums(np.concatenate([np.empty(0, dtype=np.int64), *widths]))
 
 
@@ -221,8 +219,8 @@ def rows_of_padded(name: str, padded: Any, widths: Any) -> tuple[Tensor, np.ndar
                 "columns"
             )
         row_bounds = sums(given)
-        cells = from_host(padded_cells(row_bounds, width), padded.device)
-        return rows.reshape(-1).index_select(0, cells), bounds, row_bounds
+        cells = padded_cells(row_bounds, width)
+        return take_rows(rows.reshape(-1), cells), bounds, row_bounds
     ids = rows.numpy()
     if ids.size and ids.min() < NO_CANDIDATE:
         row, column = divmod(int(np.argmax(ids < NO_CANDIDATE)), width)
@@ -270,25 +268,7 @@ def sums(widths: Sequence[int] | np.ndarray) -> np.ndarray:
     return row_bounds
 
 
-def span_rows(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The integers [start, start + length) of each pair, one after another."""
-    shift = starts - (np.cumsum(lengths) - lengths)
-    return np.repeat(shift, lengths) + np.arange(int(lengths.sum()), dtype=np.int64)
-
-
 def padded_cells(row_bounds: np.ndarray, width: int) -> np.ndarray:
     """[ids]: the cell of each id in rows of ``width``, flat."""
     first_cells = np.arange(row_bounds.size - 1, dtype=np.int64) * width
-    return span_rows(first_cells, np.diff(row_bounds))
-
-
-def copy_spans(values: Tensor, starts: np.ndarray, lengths: np.ndarray) -> Tensor:
-    """``values[start : start + length]`` of each pair, one after another; of one pair a view."""
-    filled = lengths > 0
-    starts, lengths = starts[filled], lengths[filled]
-    if starts.size <= 1:
-        return values.narrow(0, *((int(starts[0]), int(lengths[0])) if starts.size else (0, 0)))
-    if lengths.sum() >= _IDS_PER_RUN * starts.size:
-        spans = zip(starts.tolist(), lengths.tolist(), strict=True)
-        return torch.cat([values.narrow(0, start, length) for start, length in spans])
-    return values.index_select(0, from_host(span_rows(starts, lengths), values.device))
+    return run_rows(first_cells, np.diff(row_bounds))

@@ -12,7 +12,7 @@ shares may be read-only: nothing is ever written in place. ``clone`` gives a pri
 
 from collections.abc import Iterable, Iterator, Sequence
 from pickle import PickleBuffer
-from typing import Any, Final, Literal, SupportsIndex, overload
+from typing import Any, Literal, SupportsIndex, overload
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from packhorse.packed.checks import (
     check_padded_size,
     check_values,
 )
+from packhorse.packed.copies import clone_rows, join_rows, repeat_rows, take_runs
 from packhorse.packed.host import (
     Selector,
     accumulate,
@@ -39,23 +40,16 @@ from packhorse.packed.host import (
     from_buffer,
     from_host,
     host_count,
-    host_int,
     is_scalar,
     offsets_on,
     repeat_counts,
     same_bits,
-    segment_ids,
-    slice_bounds,
-    split_stops,
 )
-
-#: Mean rows of a contiguous run from which copying runs beats indexing rows: an index costs 8 bytes
-#: and nanoseconds of host time a row, a run some microseconds.
-_ROWS_PER_RUN: Final = 256
+from packhorse.packed.segments import PackedSegments
 
 
 @ranged_methods("detach", "empty", "is_pinned", "segment")
-class PackedTensor:
+class PackedTensor(PackedSegments):
     """B segments of rows, one after another in ``values``.
 
     Args:
@@ -77,12 +71,7 @@ class PackedTensor:
         (tensor([10, 11]), tensor([20, 10, 11]))
     """
 
-    __slots__ = ("__weakref__", "_bounds", "_cu_seqlens", "_lengths", "_values")
-
-    _values: Tensor
-    _cu_seqlens: Tensor
-    _bounds: np.ndarray  # [B + 1] int64, the offsets on the host
-    _lengths: tuple[int, ...] | None  # made on first use
+    __slots__ = ()
 
     def __init__(
         self, values: Tensor, cu_seqlens: Tensor, *, lengths: Sequence[int] | None = None
@@ -116,7 +105,7 @@ class PackedTensor:
         if CHECK_VALUES and cu_seqlens.device.type == "cuda":
             same = (cu_seqlens == offsets_on(cu_seqlens.device, bounds)).all()
             torch._assert_async(same, "PackedTensor: cu_seqlens on the device differs from lengths")
-        self._set(values, cu_seqlens.contiguous(), bounds)
+        self._set_segments(values, bounds, cu_seqlens.contiguous())
 
     # --- constructors -----------------------------------------------------------------------------
 
@@ -145,7 +134,7 @@ class PackedTensor:
             check_values(name, segment, f"segment {i}")
             check_alike(name, f"segment {i}", segment, "segment 0", segments[0])
         bounds = bounds_of(name, [segment.shape[0] for segment in segments])
-        return cls._make(torch.cat(segments), bounds)
+        return cls._make(join_rows(segments), bounds)
 
     @classmethod
     def empty(
@@ -190,14 +179,8 @@ class PackedTensor:
     ) -> "PackedTensor":
         """From parts already checked; ``bounds`` belongs to the result."""
         packed = object.__new__(cls)
-        if cu_seqlens is None:
-            cu_seqlens = offsets_on(values.device, bounds)
-        packed._set(values, cu_seqlens, bounds)
+        packed._set_segments(values, bounds, cu_seqlens)
         return packed
-
-    def _set(self, values: Tensor, cu_seqlens: Tensor, bounds: np.ndarray) -> None:
-        self._values, self._cu_seqlens, self._bounds = values, cu_seqlens, bounds
-        self._lengths = None
 
     # --- what it is -------------------------------------------------------------------------------
 
@@ -205,34 +188,6 @@ class PackedTensor:
     def values(self) -> Tensor:
         """[N, *row_shape]: the rows of all segments. May be shared or read-only: never write it."""
         return self._values
-
-    @property
-    def cu_seqlens(self) -> Tensor:
-        """[B + 1] int32 on ``device``: where each segment starts, then N."""
-        return self._cu_seqlens
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Rows of each segment, on the host."""
-        if self._lengths is None:
-            self._lengths = tuple(np.diff(self._bounds).tolist())
-        return self._lengths
-
-    @property
-    def bounds(self) -> np.ndarray:
-        """``offsets`` as an int64 array [B + 1], read-only."""
-        self._bounds.flags.writeable = False
-        return self._bounds
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """``cu_seqlens`` on the host: B + 1 integers."""
-        return tuple(self._bounds.tolist())
-
-    @property
-    def max_seqlen(self) -> int:
-        """Rows of the longest segment; 0 without segments."""
-        return max(self.lengths, default=0)
 
     @property
     def row_shape(self) -> torch.Size:
@@ -243,20 +198,8 @@ class PackedTensor:
         return self._values.shape[0]
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self._values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._values.device
-
-    @property
     def requires_grad(self) -> bool:
         return self._values.requires_grad
-
-    def __len__(self) -> int:
-        """B."""
-        return self._bounds.size - 1
 
     def __repr__(self) -> str:
         shown = ", ".join(map(str, self.lengths[:8])) + (", ..." if len(self) > 8 else "")
@@ -269,10 +212,7 @@ class PackedTensor:
 
     def segment(self, index: SupportsIndex) -> Tensor:
         """[length, *row_shape]: a view of segment ``index``; -1 is the last one."""
-        i = host_int(index, "PackedTensor: the index")
-        if not -len(self) <= i < len(self):
-            raise IndexError(f"PackedTensor: index {i} is out of range for {len(self)} segments")
-        i %= len(self)
+        i = self._index(index)
         start = int(self._bounds[i])
         return self._values.narrow(0, start, int(self._bounds[i + 1]) - start)
 
@@ -299,43 +239,15 @@ class PackedTensor:
             ValueError: a mask whose length is not B, or rows past int32 in the result.
             IndexError: an integer out of range.
         """
-        if is_scalar(selector):
-            return self.segment(selector)
-        if isinstance(selector, slice):
-            start, stop, step = slice_bounds(selector, len(self), "PackedTensor")
-            if step == 1:
-                return self._view(start, max(start, stop))
-        return self._gather(segment_ids(selector, len(self), "PackedTensor"))
+        return self.segment(selector) if is_scalar(selector) else self._select(selector)
 
     def _view(self, start: int, stop: int) -> "PackedTensor":
-        bounds = self._bounds[start : stop + 1]
-        first = int(bounds[0])
-        values = self._values.narrow(0, first, int(bounds[-1]) - first)
-        cu_seqlens = self._cu_seqlens[start : stop + 1]
-        # the host's offset, so that this is one launch and no read
-        return self._make(values, bounds - first, cu_seqlens - first if first else cu_seqlens)
+        first, bounds, cu_seqlens = self._cut(start, stop)
+        return self._make(self._values.narrow(0, first, int(bounds[-1])), bounds, cu_seqlens)
 
     def _gather(self, ids: np.ndarray) -> "PackedTensor":
-        starts, lengths = self._bounds[ids], self._bounds[ids + 1] - self._bounds[ids]
-        bounds = accumulate("PackedTensor", lengths)
-        return self._make(self._gather_rows(starts, lengths, bounds), bounds)
-
-    def _gather_rows(self, starts: np.ndarray, lengths: np.ndarray, bounds: np.ndarray) -> Tensor:
-        """Rows [start, start + length) of each pair, one after another."""
-        filled = lengths > 0
-        starts, lengths = starts[filled], lengths[filled]
-        num_rows = int(bounds[-1])
-        new_run = np.append(True, starts[1:] != starts[:-1] + lengths[:-1])[: starts.size]
-        run_starts = starts[new_run]
-        if run_starts.size <= 1:
-            return self._values.narrow(0, int(run_starts[0]) if num_rows else 0, num_rows)
-        if num_rows >= _ROWS_PER_RUN * run_starts.size and not self.requires_grad:
-            run_lengths = np.add.reduceat(lengths, np.flatnonzero(new_run))
-            runs = zip(run_starts.tolist(), run_lengths.tolist(), strict=True)
-            return torch.cat([self._values.narrow(0, start, length) for start, length in runs])
-        shift = starts - (np.cumsum(lengths) - lengths)
-        rows = np.repeat(shift, lengths) + np.arange(num_rows, dtype=np.int64)
-        return self._values.index_select(0, from_host(rows, self.device))
+        bounds, starts, lengths = self._runs(ids)
+        return self._make(take_runs(self._values, starts, lengths), bounds)
 
     # --- whole batches ----------------------------------------------------------------------------
 
@@ -361,7 +273,7 @@ class PackedTensor:
             return tensors[0]
         lengths = np.concatenate([np.diff(packed._bounds) for packed in tensors])
         bounds = accumulate("PackedTensor.cat", lengths)
-        return PackedTensor._make(torch.cat([packed._values for packed in tensors]), bounds)
+        return PackedTensor._make(join_rows([packed._values for packed in tensors]), bounds)
 
     def repeat(self, times: int) -> "PackedTensor":
         """The whole batch ``times`` times over: segments 0 1 become 0 1 0 1. 1 returns it as is."""
@@ -371,7 +283,7 @@ class PackedTensor:
         check_total("PackedTensor.repeat", len(self) * times, "segments")
         check_total("PackedTensor.repeat", self.num_rows * times)
         bounds = accumulate("PackedTensor.repeat", np.tile(np.diff(self._bounds), times))
-        return self._make(self._values.repeat(times, *(1 for _ in self.row_shape)), bounds)
+        return self._make(repeat_rows(self._values, times), bounds)
 
     def repeat_interleave(self, repeats: int | Sequence[int] | Tensor) -> "PackedTensor":
         """Each segment ``repeats`` times in place: 0 1 become 0 0 1 1.
@@ -388,9 +300,7 @@ class PackedTensor:
         Args:
             split_size: segments a part, fewer in the last; or one size for each part, B in sum.
         """
-        stops = split_stops("PackedTensor.split", split_size, len(self), "segments")
-        starts = [0, *stops][:-1]
-        return tuple(self._view(start, stop) for start, stop in zip(starts, stops, strict=True))
+        return self._parts("PackedTensor.split", split_size)
 
     def chunk(self, chunks: int) -> tuple["PackedTensor", ...]:
         """``split`` into parts of ceil(B / chunks) segments: the same cut as ``torch.chunk``, so it
@@ -456,7 +366,7 @@ class PackedTensor:
             raise ValueError(f"PackedTensor.pin_memory: values are on {self.device}")
         if not torch.accelerator.is_available() or self.is_pinned():
             return self
-        return self._make(self._values.pin_memory(), self._bounds, self._cu_seqlens.pin_memory())
+        return self._make(self._values.pin_memory(), self._bounds, self.cu_seqlens.pin_memory())
 
     def is_pinned(self) -> bool:
         return self._values.is_pinned()
@@ -469,8 +379,8 @@ class PackedTensor:
 
     def clone(self) -> "PackedTensor":
         """A private, writable, contiguous copy."""
-        values = self._values.clone(memory_format=torch.contiguous_format)
-        return self._make(values, self._bounds, self._cu_seqlens.clone())
+        cu_seqlens = None if self._values.is_cpu else self.cu_seqlens.clone()
+        return self._make(clone_rows(self._values), self._bounds, cu_seqlens)
 
     def detach(self) -> "PackedTensor":
         """The same rows outside the autograd graph."""
@@ -524,7 +434,7 @@ class PackedTensor:
         """
         return torch.nested.nested_tensor_from_jagged(
             self._values,
-            self._cu_seqlens.to(torch.int64),
+            self.cu_seqlens.to(torch.int64),
             min_seqlen=min(self.lengths, default=0),
             max_seqlen=self.max_seqlen,
         )
@@ -544,11 +454,6 @@ class PackedTensor:
         if self.row_shape != other.row_shape or not np.array_equal(self._bounds, other._bounds):
             return False
         return equal_values(self._values, other._values)
-
-    def __eq__(self, other: object) -> bool:
-        return self.equal(other) if isinstance(other, PackedTensor) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         """Only its own rows travel; by protocol 5 CPU rows are one buffer, out of band if asked."""

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from packhorse.kernels.support_rows import gather_ragged_support, pad_ragged_support
-from packhorse.packed import ragged_rows
+from packhorse.packed import copies
 from packhorse.packed.ragged import PackedRagged
 from packhorse.packed.tensor import PackedTensor
 from packhorse.replay.layout import TokenLayout
@@ -128,7 +128,7 @@ def random_operation(rng: random.Random, packed: PackedRagged, model: Model) -> 
 def test_any_chain_of_operations_matches_lists(seed, ids_per_run):
     """40 chains each: 640 in all."""
     rng = random.Random(seed)
-    with mock.patch.object(ragged_rows, "_IDS_PER_RUN", ids_per_run):
+    with mock.patch.object(copies, "_ROWS_PER_RUN", ids_per_run):
         for _ in range(40):
             model = random_model(rng, most=6)
             packed = first = build(model)
@@ -220,7 +220,7 @@ def use_every_operation(packed: PackedRagged) -> None:
     assert packed[-1].token_ids.shape == (5,)
     assert packed[1:3].lengths == packed[[1, 2]].lengths == (0, 1)
     for ids_per_run in (0, 10**9):
-        with mock.patch.object(ragged_rows, "_IDS_PER_RUN", ids_per_run):
+        with mock.patch.object(copies, "_ROWS_PER_RUN", ids_per_run):
             assert packed[[4, 0, 4]].widths.tolist() == [1, 4, 0, 0, 2, 1, 1, 4, 0]
             assert packed[torch.tensor([4, 0])].num_ids == packed[np.array([4, 0])].num_ids == 8
             assert packed[::-1].widths.tolist() == [1, 4, 0, 0, 0, 3, 0, 2, 1]

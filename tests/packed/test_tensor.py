@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packhorse.packed import tensor as tensor_module
+from packhorse.packed import copies
 from packhorse.packed.tensor import PackedTensor
 from tests.packed.helpers import KINDS, as_lists, check, make_packed, make_rows
 
@@ -75,7 +75,7 @@ def test_selecting_matches_lists(dtype, row_shape, rows_per_run, device, lengths
     packed = make_packed(lengths, dtype, row_shape, device)
     model = as_lists(packed)
     selector, select = data.draw(selections(len(lengths)))
-    with mock.patch.object(tensor_module, "_ROWS_PER_RUN", rows_per_run):
+    with mock.patch.object(copies, "_ROWS_PER_RUN", rows_per_run):
         check(packed[selector], select(model), packed)
     check(packed, model, packed)
 
@@ -325,7 +325,7 @@ def test_gradients_reach_the_rows_that_were_taken(rows_per_run, device):
     packed = PackedTensor.from_lengths(values, [2, 0, 4])
     assert packed.requires_grad
     assert not packed.detach().requires_grad
-    with mock.patch.object(tensor_module, "_ROWS_PER_RUN", rows_per_run):
+    with mock.patch.object(copies, "_ROWS_PER_RUN", rows_per_run):
         taken = packed[[2, 0, 2]]
     (gradient,) = torch.autograd.grad(taken.values.sum(), values, retain_graph=True)
     assert gradient.tolist() == [[1.0, 1.0]] * 2 + [[2.0, 2.0]] * 4

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from packhorse.packed import tensor as tensor_module
+from packhorse.packed import copies
 from packhorse.packed.tensor import PackedTensor
 from tests.packed.helpers import as_lists, make_packed, make_rows
 
@@ -53,7 +53,7 @@ def use_every_operation(values: torch.Tensor, cu_seqlens: torch.Tensor) -> None:
     assert [len(segment) for segment in packed] == [2, 0, 4]
     assert packed[1:].lengths == packed[-2:].lengths == (0, 4)
     for rows_per_run in (0, 10**9):
-        with mock.patch.object(tensor_module, "_ROWS_PER_RUN", rows_per_run):
+        with mock.patch.object(copies, "_ROWS_PER_RUN", rows_per_run):
             for selector in ([2, 0, 2], torch.tensor([2, 0, 2]), np.array([2, 0, 2])):
                 assert packed[selector].lengths == (4, 2, 4)
             assert packed[::-1].lengths == (4, 0, 2)
