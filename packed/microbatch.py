@@ -1,6 +1,6 @@
 """Microbatches of a batch: by number of trajectories or by tokens, as many on every rank.
 
-    plan = plan_by_tokens(lengths, max_tokens=16384, group=data_parallel_gloo_group)
+    plan = plan_by_tokens(batch["lengths"], max_tokens=16384, group=data_parallel_gloo_group)
     outputs = [forward(microbatch) for microbatch in plan.split(batch)]
     values = plan.restore(outputs)             # trajectory i of the batch at i, synthetic ones gone
 
@@ -11,8 +11,9 @@ reduction): the number is the most that any rank needs. Ranks learn it in one ho
 (``plan_by_*`` with a group), or one place that knows all plans for them (``plan_ranks_by_*``).
 
 By tokens, ``packing`` finds few microbatches within the budget, then spreads a rank's trajectories
-evenly over as many as all ranks agreed on. The heaviest is first: ranks meet alike loads at the
-same step, and memory that does not suffice shows at once.
+evenly over as many as all ranks agreed on. What counts is the sum of the tokens ("thd"), or with
+``rectangle`` all trajectories as long as the longest ("bshd", which pads them). The heaviest is
+first: ranks meet alike loads at the same step, and memory that does not suffice shows at once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,8 @@ from packhorse._nvtx import ranged, ranged_methods
 from packhorse.packed.batch import ATTENTION_MASK_FIELD, Batch
 from packhorse.packed.checks import check_alike, check_values
 from packhorse.packed.host import check_total, from_host, host_count, host_int, host_ints
-from packhorse.packed.packing import pack, spread
+from packhorse.packed.inputs_fields import HOST_FIELDS
+from packhorse.packed.packing import pack, pack_rectangles, spread, spread_rectangles
 from packhorse.packed.tensor import PackedTensor
 
 #: What becomes of a trajectory longer than the budget: a microbatch of its own, or an error.
@@ -38,7 +40,7 @@ Overlong = Literal["alone", "refuse"]
 _OVERLONG: Final = ("alone", "refuse")
 
 _INT64_MAX: Final = 2**63 - 1
-_MOST_SETTINGS: Final = 5
+_MOST_SETTINGS: Final = 6
 
 T = TypeVar("T")
 _Ids = tuple[int, ...]
@@ -163,7 +165,14 @@ class MicrobatchPlan:
         if count == 0:
             return None
         try:
-            return batch.synthetic(count, attended=attended, values=values)
+            stand_ins = batch.synthetic(count, attended=attended, values=values)
+            # what their layout takes, of batches that list it on the host
+            listed = {name: value for name, value in HOST_FIELDS.items() if name in batch}
+            return stand_ins.with_fields({
+                name: [value] * count
+                for name, value in listed.items()
+                if isinstance(batch.fields[name], tuple)
+            })  # fmt: skip
         except (KeyError, TypeError, ValueError) as error:
             text = str(error.args[0]).removeprefix("Batch.synthetic: ")
             raise type(error)(f"{name}: {text}") from None
@@ -353,6 +362,7 @@ def plan_by_tokens(
     lengths: Sequence[int],
     *,
     max_tokens: int,
+    rectangle: bool = False,
     overlong: Overlong = "alone",
     equal_sizes: bool = False,
     multiple: int = 1,
@@ -364,9 +374,12 @@ def plan_by_tokens(
         lengths: B numbers of tokens of this rank, each at least 1, on the host; padded ones where
             the layout pads a sequence.
         max_tokens: of one microbatch. The one token of a synthetic trajectory is not counted.
+        rectangle: whether a microbatch costs its trajectories times its longest, as a layout does
+            that pads them to one length; else the sum of their tokens.
         overlong: a trajectory of more tokens gets a microbatch "alone", or is "refuse"d.
         equal_sizes: whether synthetic trajectories make all microbatches of all ranks as large, in
-            trajectories, as the largest. False: only a microbatch without a real one has one.
+            trajectories, as the largest. False: only a microbatch without a real one has one. Not
+            with ``rectangle``, where each would cost as much as the longest beside it.
         multiple, group: as in ``plan_by_count``.
 
     Returns:
@@ -381,18 +394,18 @@ def plan_by_tokens(
     name = "plan_by_tokens"
 
     def need() -> tuple[dict[str, int], tuple[list[int], list[_Ids], int, int], int]:
-        budget, step = _check_tokens(name, max_tokens, overlong, equal_sizes, multiple)
+        budget, step = _check_tokens(name, max_tokens, rectangle, overlong, equal_sizes, multiple)
         tokens = _check_lengths(name, lengths, budget, overlong)
-        packed = pack(tokens, budget)
+        packed = _pack(tokens, budget, rectangle)
         settings = {"planning by tokens": 1, "max_tokens": budget}
         settings |= {"equal_sizes": int(equal_sizes), "multiple": step}
-        settings |= {"overlong": _OVERLONG.index(overlong)}
+        settings |= {"overlong": _OVERLONG.index(overlong), "rectangle": int(rectangle)}
         return settings, (tokens, packed, budget, step), len(packed)
 
     ranks = None if group is None else _Ranks(name, group)
     (tokens, packed, budget, step), number = _agree(name, ranks, need)
     number = _round_up(number, step)
-    groups = spread(tokens, packed, budget, number)
+    groups = _spread(tokens, packed, budget, number, rectangle)
     size = max(map(len, groups), default=1) if equal_sizes else 0
     if equal_sizes and ranks is not None:
         (size,) = ranks.maxima([size])
@@ -404,6 +417,7 @@ def plan_ranks_by_tokens(
     lengths: Sequence[Sequence[int]],
     *,
     max_tokens: int,
+    rectangle: bool = False,
     overlong: Overlong = "alone",
     equal_sizes: bool = False,
     multiple: int = 1,
@@ -412,13 +426,13 @@ def plan_ranks_by_tokens(
 
     Args:
         lengths: by rank, its numbers of tokens, on the host.
-        max_tokens, overlong, equal_sizes, multiple: as there.
+        max_tokens, rectangle, overlong, equal_sizes, multiple: as there.
 
     Raises:
         TypeError, ValueError: an argument is wrong; names it, rank and trajectory.
     """
     name = "plan_ranks_by_tokens"
-    budget, step = _check_tokens(name, max_tokens, overlong, equal_sizes, multiple)
+    budget, step = _check_tokens(name, max_tokens, rectangle, overlong, equal_sizes, multiple)
     if not isinstance(lengths, list | tuple):
         raise TypeError(
             f"{name}: lengths must be a list of each rank's, got {type(lengths).__name__}"
@@ -427,19 +441,39 @@ def plan_ranks_by_tokens(
         _check_lengths(f"{name}: rank {rank}", own, budget, overlong)
         for rank, own in enumerate(lengths)
     ]
-    packed = [pack(own, budget) for own in tokens]
+    packed = [_pack(own, budget, rectangle) for own in tokens]
     number = _round_up(max(map(len, packed), default=0), step)
     ranks = [
-        spread(own, groups, budget, number) for own, groups in zip(tokens, packed, strict=True)
+        _spread(own, groups, budget, number, rectangle)
+        for own, groups in zip(tokens, packed, strict=True)
     ]
     size = max(map(len, chain.from_iterable(ranks)), default=1) if equal_sizes else 0
     return tuple(_plan(name, groups, number, size) for groups in ranks)
 
 
+def _pack(tokens: list[int], budget: int, rectangle: bool) -> list[_Ids]:
+    return pack_rectangles(tokens, budget) if rectangle else pack(tokens, budget)
+
+
+def _spread(
+    tokens: list[int], packed: list[_Ids], budget: int, number: int, rectangle: bool
+) -> list[_Ids]:
+    if rectangle:
+        return spread_rectangles(tokens, budget, number)
+    return spread(tokens, packed, budget, number)
+
+
 def _check_tokens(
-    name: str, max_tokens: Any, overlong: Any, equal_sizes: Any, multiple: Any
+    name: str, max_tokens: Any, rectangle: Any, overlong: Any, equal_sizes: Any, multiple: Any
 ) -> tuple[int, int]:
     budget = _positive(max_tokens, f"{name}: max_tokens")
+    if not isinstance(rectangle, bool):
+        raise TypeError(f"{name}: rectangle must be a bool, got {type(rectangle).__name__}")
+    if rectangle and equal_sizes is True:
+        raise ValueError(
+            f"{name}: equal_sizes=True with rectangle=True: a synthetic trajectory would cost as"
+            " much as the longest beside it; plan by count, max_tokens // longest in a microbatch"
+        )
     if overlong not in _OVERLONG:
         raise ValueError(f"{name}: overlong must be 'alone' or 'refuse', got {overlong!r}")
     return budget, _check_common(name, equal_sizes, multiple)

@@ -1,9 +1,18 @@
 """Host integers into groups: few within a budget, or a number of groups as even as possible.
 
+    a group costs the sum of its tokens
     pack     at most 11/9 of the fewest groups that are possible, + 4    best-fit decreasing
     spread   the heaviest at most 4/3 - 1/(3 * groups) of the lightest possible    sorted greedy
 
-Both are deterministic: ties go by id. Time n log n, ``pack`` log n times that.
+    a group costs its size times its longest
+    pack_rectangles     the fewest groups that are possible    runs of the sorted ids
+    spread_rectangles   the heaviest as light as possible      the same, least budget that suffices
+
+All are deterministic: ties go by id. Time n log n, ``pack`` log n times that, ``spread_rectangles``
+log of the budget times n.
+
+Runs of sorted ids are best since the longest id of a group fixes how many it can hold: exchanging
+any of its other ids for a longer one of another group makes no group's longest longer.
 
 Sources: R. Graham, Bounds on multiprocessing timing anomalies, 1969 (4/3); D. Johnson and others,
 Worst-case performance bounds for simple one-dimensional packing algorithms, 1974 (11/9).
@@ -69,6 +78,69 @@ def spread(tokens: list[int], packed: list[_Ids], budget: int, number: int) -> l
                     single.append(half)
         groups = single + [ids for _, ids in heap]
     return sorted(alone + groups, key=lambda ids: (-_load(tokens, ids), ids))
+
+
+# --- rectangles -----------------------------------------------------------------------------------
+
+
+def pack_rectangles(tokens: list[int], budget: int) -> list[_Ids]:
+    """Ids 0 ... n - 1 in the fewest groups whose size times their longest is at most ``budget``.
+
+    Args:
+        tokens: of each id, at least 1; one past the budget is alone in its group.
+        budget: at least 1.
+    """
+    return _runs(tokens, _longest_first(tokens, list(range(len(tokens)))), budget)
+
+
+def spread_rectangles(tokens: list[int], budget: int, number: int) -> list[_Ids]:
+    """The ids over ``number`` groups, or as many as there are ids; costliest first, which costs as
+    little as is possible.
+
+    Args:
+        tokens, budget: as in ``pack_rectangles``.
+        number: at least as many groups as that gives.
+    """
+    order = _longest_first(tokens, list(range(len(tokens))))
+    least, most = max((length for length in tokens if length <= budget), default=budget), budget
+    while least < most:
+        middle = (least + most) // 2
+        if len(_runs(tokens, order, middle)) <= number:
+            most = middle
+        else:
+            least = middle + 1
+    runs = _runs(tokens, order, most)
+    single = [ids for ids in runs if len(ids) == 1]
+    heap = [(-_area(tokens, ids), ids) for ids in runs if len(ids) > 1]
+    heapq.heapify(heap)
+    while heap and len(heap) + len(single) < number:
+        _, ids = heapq.heappop(heap)
+        members = _longest_first(tokens, list(ids))
+        for half in (members[: len(members) // 2], members[len(members) // 2 :]):
+            if len(half) > 1:
+                heapq.heappush(heap, (-_area(tokens, tuple(half)), tuple(sorted(half))))
+            else:
+                single.append(tuple(half))
+    groups = single + [ids for _, ids in heap]
+    return sorted(groups, key=lambda ids: (-_area(tokens, ids), ids))
+
+
+def _runs(tokens: list[int], order: list[int], budget: int) -> list[_Ids]:
+    """Each group holds as many of the next ids as fit; one past the budget is alone."""
+    groups: list[_Ids] = []
+    start = 0
+    while start < len(order):
+        size = max(budget // tokens[order[start]], 1)
+        groups.append(tuple(sorted(order[start : start + size])))
+        start += size
+    return groups
+
+
+def _area(tokens: list[int], ids: _Ids) -> int:
+    return len(ids) * max(tokens[i] for i in ids)
+
+
+# --- parts ----------------------------------------------------------------------------------------
 
 
 def _longest_first(tokens: list[int], ids: list[int]) -> list[int]:

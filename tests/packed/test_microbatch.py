@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from packhorse.packed.domains import validate_batch
+from packhorse.packed.inputs import make_inputs, token_masks
 from packhorse.packed.microbatch import (
     MicrobatchPlan,
     plan_by_count,
@@ -15,6 +17,7 @@ from packhorse.packed.microbatch import (
     plan_ranks_by_tokens,
 )
 from packhorse.packed.tensor import PackedTensor
+from packhorse.replay.layout import TokenLayout, columns_from_mask
 from tests.packed.batch_model import ROUTES, SUPPORT, check, make_batch, model_of
 from tests.packed.helpers import as_lists, make_packed
 
@@ -126,6 +129,21 @@ def test_trap_48_ranks_of_different_counts_run_the_same_number_of_microbatches()
     assert [len(batch) for batch in restored] == [len(own) for own in lengths]
 
 
+def test_a_rectangle_costs_its_trajectories_times_its_longest():
+    lengths = [9, 1, 1, 1, 8, 2]
+    assert len(plan_by_tokens(lengths, max_tokens=18)) == 2
+    plan = plan_by_tokens(lengths, max_tokens=18, rectangle=True)
+    assert plan == MicrobatchPlan(((0, 4), (1, 2, 3, 5)), (0, 0))
+    plans = plan_ranks_by_tokens([lengths, [20, 3], []], max_tokens=10, rectangle=True)
+    assert plans == (
+        MicrobatchPlan(((0,), (1, 2, 3, 5), (4,)), (0, 0, 0)),  # of 9, 8 and 8
+        MicrobatchPlan(((0,), (1,), ()), (0, 0, 1)),
+        MicrobatchPlan(((), (), ()), (1, 1, 1)),
+    )
+    with pytest.raises(ValueError, match=r"^plan_by_tokens: trajectory 0 has 9 tokens, max_tokens"):
+        plan_by_tokens(lengths, max_tokens=8, rectangle=True, overlong="refuse")
+
+
 # --- apart and back -------------------------------------------------------------------------------
 
 
@@ -143,6 +161,29 @@ def test_a_microbatch_of_synthetic_trajectories_alone(device):
     for k, part in enumerate((real, made)):
         assert plan.microbatch(batch, k, values={"token_ids": 7}) == part
         assert plan.microbatch(batch, k - 2, values={"token_ids": 7}) == part
+
+
+def test_synthetic_trajectories_have_the_host_values_that_a_layout_takes():
+    batch = make_inputs(
+        {"prompt_token_ids": [[1, 2], [3]], "response_ids": [[4, 5], [6]], "missing": [False, True]}
+    )
+    plan = MicrobatchPlan(((1, 0), ()), (1, 2))
+    real, made = plan.split(batch)
+    assert real["lengths"] == (2, 4, 1)
+    assert real["response_lengths"] == (1, 2, 0)
+    assert real["first_columns"] == (2, 0, 0)
+    assert real["missing"] == (True, False, False)
+    assert made["lengths"] == (1, 1)
+    validate_batch(real)
+    validate_batch(plan.microbatch(batch, -1))
+    assert [mask.tolist() for mask in token_masks(real)][2] == [False]
+    layout = TokenLayout.build(
+        real["lengths"], first_columns=real["first_columns"], batch_width=4, format="bshd"
+    )
+    assert columns_from_mask(real["attention_mask"]) == ([2, 4, 1], [2, 0, 0])
+    assert layout.align(real["sequences"], -1).tolist()[:3] == [3, 1, 0]
+    dense = batch.with_fields({"lengths": torch.tensor([4, 2])})
+    assert plan.split(dense)[1]["lengths"].tolist() == [0, 0]
 
 
 def test_a_rank_without_trajectories_runs_synthetic_ones():
@@ -221,6 +262,10 @@ def test_what_is_in_order_is_not_gathered():
          "plan_by_tokens: max_tokens must be positive and fit int64"),
         (lambda: plan_by_tokens([3], max_tokens=5, overlong="cut"), ValueError,
          "plan_by_tokens: overlong must be 'alone' or 'refuse', got 'cut'"),
+        (lambda: plan_by_tokens([3], max_tokens=5, rectangle=1), TypeError,
+         "plan_by_tokens: rectangle must be a bool, got int"),
+        (lambda: plan_ranks_by_tokens([[3]], max_tokens=5, rectangle=True, equal_sizes=True),
+         ValueError, "plan_ranks_by_tokens: equal_sizes=True with rectangle=True: a synthetic"),
         (lambda: plan_ranks_by_tokens([[3], [1, -1]], max_tokens=5), ValueError,
          "plan_ranks_by_tokens: rank 1: length of trajectory 1 must be positive, got -1"),
         (lambda: plan_ranks_by_tokens(np.ones(3, int), max_tokens=5), TypeError,

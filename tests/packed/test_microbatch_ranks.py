@@ -82,6 +82,9 @@ class DataParallel:
         self.queues = [make_batch(0) for _ in range(RANKS)]
         self.runs: dict[str, int] = {}  # uid -> how often its rows ran
         self.expected: dict[str, dict] = {}
+        self.hows = ["count", "sum", "rectangle"]  # in turn, from another one in each seed
+        self.random.shuffle(self.hows)
+        self.steps = 0
 
     def arrive(self) -> None:
         for rank in range(RANKS):
@@ -135,11 +138,13 @@ class DataParallel:
             self.check_sizes(plan)
 
     def plans(self, take: list[Batch], monkeypatch) -> list[MicrobatchPlan]:
-        self.equal = self.random.random() < 0.5
+        how = self.hows[self.steps % len(self.hows)]
+        self.steps += 1
+        self.equal = self.random.random() < 0.5 and how != "rectangle"
         options = {"equal_sizes": self.equal, "multiple": self.random.choice([1, 1, 2, 4])}
         self.multiple = options["multiple"]
         counts = [len(batch) for batch in take]
-        if self.random.random() < 0.4:
+        if how == "count":
             options["microbatch_size"] = self.random.randrange(1, 5)
             given = plan_ranks_by_count(counts, **options)
             joined = Meeting(RANKS).run(
@@ -147,6 +152,7 @@ class DataParallel:
             )
         else:
             options["max_tokens"] = budget = self.random.randrange(1, 60)
+            options["rectangle"] = how == "rectangle"
             lengths = [[self.random.randrange(1, 30) for _ in batch] for batch in take]
             given = plan_ranks_by_tokens(lengths, **options)
             joined = Meeting(RANKS).run(
@@ -154,7 +160,10 @@ class DataParallel:
             )
             for own, plan in zip(lengths, given, strict=True):
                 for ids in plan.trajectories:
-                    assert len(ids) < 2 or sum(own[i] for i in ids) <= budget
+                    cost = sum(own[i] for i in ids)
+                    if how == "rectangle":
+                        cost = len(ids) * max((own[i] for i in ids), default=0)
+                    assert len(ids) < 2 or cost <= budget
         assert list(given) == joined
         sizes = {size for plan in given for size in plan.sizes}
         assert not self.equal or len(sizes) <= 1
@@ -201,6 +210,7 @@ def test_a_rank_that_fails_leaves_none_waiting(monkeypatch):
         ("max_tokens", [{"max_tokens": 5}, {"max_tokens": 6}]),
         ("equal_sizes", [{"max_tokens": 5, "equal_sizes": True}, {"max_tokens": 5}]),
         ("multiple", [{"max_tokens": 5, "multiple": 2}, {"max_tokens": 5}]),
+        ("rectangle", [{"max_tokens": 5, "rectangle": True}, {"max_tokens": 5}]),
         ("overlong", [{"max_tokens": 5, "overlong": "refuse"}, {"max_tokens": 5}]),
     ],
 )

@@ -121,3 +121,67 @@ def test_more_groups_are_cut_from_a_packing_where_sorted_greedy_does_not_fit():
             greedy[greedy.index(min(greedy))] += length
         missed += max(greedy) > budget and number > len(packed)
     assert missed > 3
+
+
+# --- rectangles -----------------------------------------------------------------------------------
+
+
+def partitions(ids: list[int]):
+    """Every way to put ids into groups."""
+    if not ids:
+        yield []
+        return
+    first, rest = ids[0], ids[1:]
+    for groups in partitions(rest):
+        yield [[first], *groups]
+        for k, group in enumerate(groups):
+            yield [*groups[:k], [first, *group], *groups[k + 1 :]]
+
+
+def areas(groups, lengths: list[int]) -> list[int]:
+    return [len(ids) * max(lengths[i] for i in ids) for ids in groups if ids]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_by_rectangles_the_fewest_microbatches_and_the_lightest_heaviest(seed):
+    rng = random.Random(seed)
+    lengths = draw_lengths(rng, 8)
+    budget = rng.randint(1, 2 * max(lengths, default=1) + 30)
+    multiple = rng.choice([1, 1, 3, 5])
+    plan = plan_by_tokens(lengths, max_tokens=budget, rectangle=True, multiple=multiple)
+    assert each_once(plan, len(lengths))
+    assert all(list(ids) == sorted(ids) for ids in plan.trajectories)
+    costs = areas(plan.trajectories, lengths)
+    assert costs == sorted(costs, reverse=True)
+
+    def legal(groups) -> bool:
+        return all(
+            len(ids) == 1 or len(ids) * max(lengths[i] for i in ids) <= budget for ids in groups
+        )
+
+    assert legal([ids for ids in plan.trajectories if ids])
+    every = [groups for groups in partitions(list(range(len(lengths)))) if legal(groups)]
+    fewest = min(map(len, every))
+    assert len(plan) == -(-fewest // multiple) * multiple
+    assert len(costs) == min(len(plan), len(lengths))  # none is synthetic that could be real
+    best = min((max(areas(g, lengths)) for g in every if g and len(g) <= len(plan)), default=0)
+    assert max(costs, default=0) == best
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_by_rectangles_many_trajectories_fit_and_cost_no_more_than_in_their_order(seed):
+    rng = random.Random(seed)
+    lengths = draw_lengths(rng, 300)
+    budget = rng.randint(1, 2000)
+    plan = plan_by_tokens(lengths, max_tokens=budget, rectangle=True)
+    assert each_once(plan, len(lengths))
+    for ids in plan.trajectories:
+        assert len(ids) == 1 or len(ids) * max(lengths[i] for i in ids) <= budget
+    in_order: list[list[int]] = []
+    for i in range(len(lengths)):
+        if in_order and areas([[*in_order[-1], i]], lengths)[0] <= budget:
+            in_order[-1].append(i)
+        else:
+            in_order.append([i])
+    assert len(plan) <= len(in_order)
+    assert plan_by_tokens(lengths, max_tokens=budget, rectangle=True) == plan
