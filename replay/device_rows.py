@@ -99,7 +99,7 @@ class MicrobatchRows:
         """[J, T, K] ``dtype``: experts of the layers at these ``positions`` of the axis."""
         routes = self.microbatch.routes
         assert routes is not None
-        layout, layers = self.microbatch.layout, _as_range(positions)
+        layout, layers = self.microbatch.layout, as_range(positions)
         spread = self.microbatch.dummy == "spread"
         options: dict[str, Any] = {
             "num_experts": num_experts,
@@ -134,7 +134,10 @@ class MicrobatchRows:
         return [a + b for a, b in zip(captured, live, strict=True)]
 
 
-def _as_range(positions: Sequence[int]) -> range | Sequence[int]:
+def as_range(positions: Sequence[int]) -> range | Sequence[int]:
+    """``positions`` as a range where they are one of step 1, which needs no table of them."""
+    if isinstance(positions, range) or not positions:
+        return positions
     run = range(positions[0], positions[0] + len(positions))
     return run if list(run) == list(positions) else positions
 

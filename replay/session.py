@@ -29,7 +29,7 @@ from packhorse._nvtx import ranged, ranged_methods
 from packhorse.replay import routers as _routers
 from packhorse.replay.agreement import Agreement, Fact, check_all_ranks
 from packhorse.replay.aux_loss import install_loss_shim
-from packhorse.replay.device_rows import MicrobatchRows
+from packhorse.replay.device_rows import MicrobatchRows, as_range
 from packhorse.replay.expert_bias import install_expert_bias_shim
 from packhorse.replay.host import is_int
 from packhorse.replay.layout import TokenLayout
@@ -325,6 +325,17 @@ class _Targets:
                 [_make_targets(chunk, router, j, slot) for j, router in enumerate(chunk.routers)]
             )
             self.mtp.append([_make_targets(chunk, router) for router in chunk.masked_mtp_routers])
+        #: of each chunk, for ``MicrobatchRows.gather_targets``
+        self.gather_options = [
+            {
+                "positions": as_range(chunk.positions),
+                "num_experts": chunk.num_experts,
+                "topk": chunk.topk,
+                "ep_size": chunk.config.expert_model_parallel_size,
+                "dtype": _ids_dtype(chunk),
+            }
+            for chunk in chunks
+        ]
         self.all = [target for part in (*self.decoder, *self.mtp) for target in part]
 
 
@@ -347,6 +358,7 @@ class _Schedule:
         self._undo: list[Callable[[], None]] = []
         self._replaced: list[tuple[Any, Any]] = []  # router, what stood on it
         self._slots, self._targets, self._mtp = targets.slots, targets.decoder, targets.mtp
+        self._gather_options: list[dict[str, Any]] = targets.gather_options
         self._all_targets = targets.all
         for target in targets.all:
             target.begin_schedule()
@@ -440,13 +452,7 @@ class _Schedule:
 
         ids = None
         if microbatch.routes is not None and targets:
-            ids = rows.gather_targets(
-                chunk.positions,
-                num_experts=chunk.num_experts,
-                topk=chunk.topk,
-                ep_size=chunk.config.expert_model_parallel_size,
-                dtype=_ids_dtype(chunk),
-            )
+            ids = rows.gather_targets(**self._gather_options[chunk.index])
         compared = None
         if self._sample is not None and ids is not None:
             compared = rows.row_ids >= 0

@@ -31,6 +31,7 @@ CONFIG_SETTINGS = (
     "cuda_graph_modules",
     "cuda_graph_scope",
     "enable_cuda_graph",
+    "expert_model_parallel_size",
     "external_cuda_graph",
     "moe_aux_loss_coeff",
     "moe_expert_capacity_factor",
@@ -45,6 +46,7 @@ CONFIG_SETTINGS = (
     "num_layers",
     "num_moe_experts",
     "overlap_moe_expert_parallel_comm",
+    "recompute_granularity",
 )
 #: what it reads of routers, layers and models themselves
 MODULE_SETTINGS = (

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch._C import _current_graph_task_id as _graph_task_id
 
 from packhorse.replay.metrics import Tally, merge_tallies, tally_routes
@@ -67,14 +67,18 @@ class MicrobatchSlot:
 
     Attributes:
         current: the open microbatch, or None.
+        plain: it too, where every answer is its targets as they are, in int64; else None.
         num_rows: T of it.
+        scores_shape: (T, E) of every router's scores, where ``plain``.
         targets: of the routers that must ask in each microbatch.
         asked: routers that have asked for it.
     """
 
     def __init__(self) -> None:
         self.current: OpenMicrobatch | None = None
+        self.plain: OpenMicrobatch | None = None
         self.num_rows = 0
+        self.scores_shape = torch.Size((0, 0))
         self.targets: list[RouterTargets] = []
         self.asked = 0
 
@@ -84,6 +88,15 @@ class MicrobatchSlot:
         self.current = microbatch
         self.num_rows = microbatch.padding_masks[0].shape[0]
         self.asked = 0
+        ids = microbatch.targets
+        if (
+            ids
+            and ids[0].dtype is torch.int64
+            and microbatch.live_rows is None
+            and microbatch.compared_rows is None
+        ):
+            self.plain = microbatch
+            self.scores_shape = torch.Size((self.num_rows, self.targets[0].num_experts))
 
     def close(self) -> None:
         """Check that every router asked for the open microbatch, and answer nothing more.
@@ -91,7 +104,8 @@ class MicrobatchSlot:
         Raises:
             ValueError: a router never asked; names router and microbatch.
         """
-        opened, self.current = self.current, None
+        opened = self.current
+        self.current = self.plain = None
         if opened is None or self.asked >= len(self.targets):
             return
         for target in self.targets:
@@ -141,7 +155,6 @@ class RouterTargets:
         slot: shared by the routers of a chunk; None: one of its own.
 
     Attributes:
-        answer: of the call that asked last; the expert-bias and loss shims read it.
         tally: of ``tally_routes`` over the first passes of a sampled schedule; None: no such call.
     """
 
@@ -163,7 +176,7 @@ class RouterTargets:
         self.num_experts = num_experts
         self.topk = topk
         self.is_mtp = is_mtp
-        self.answer: Answer | None = None
+        self._last: Answer | OpenMicrobatch | None = None  # the microbatch: a plain answer of it
         self.tally: Tally | None = None
         self.asked = 0
         self.recomputed = 0
@@ -176,6 +189,16 @@ class RouterTargets:
         self._recomputed_by: dict[int, int] = {}  # checkpoint node -> the backward that ran it
 
     # --- the session's side -----------------------------------------------------------------------
+
+    @property
+    def answer(self) -> Answer | None:
+        """Of the call that asked last; the expert-bias and loss shims read it."""
+        last = self._last
+        if isinstance(last, OpenMicrobatch):
+            assert last.targets is not None
+            ids, mask = last.targets[self.layer], last.padding_masks[0]
+            last = self._last = Answer(ids, mask, None, True, last.has_rows[0])
+        return last
 
     @property
     def _open(self) -> OpenMicrobatch | None:
@@ -207,9 +230,11 @@ class RouterTargets:
 
     def forget(self) -> None:
         """Drop every tensor."""
-        self._slot.current, self._answered, self.answer = None, None, None
-        self._remembered.clear()
-        self._recomputed_by.clear()
+        slot = self._slot
+        slot.current = slot.plain = self._answered = self._last = None
+        if self._remembered or self._recomputed_by:
+            self._remembered.clear()
+            self._recomputed_by.clear()
 
     def check_input(self, router: Any, inputs: tuple[Any, ...]) -> None:
         """Forward pre-hook of the router: its input is [sequence, batch, hidden] as laid out.
@@ -239,18 +264,34 @@ class RouterTargets:
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Scores [T, K] and ids [T, K] int64 for ``scores`` [T, E]; what Megatron calls."""
+        slot = self._slot
+        opened = slot.plain
+        if (
+            opened is not None
+            and self._answered is not opened
+            and self.layer  # the first one looks at the device
+            and scores.shape == slot.scores_shape
+            and topk == self.topk
+            and (not opened.wants_grad or is_grad_enabled())
+            and _graph_task_id() == -1
+        ):  # nearly every call, so without another frame; what ``_answer`` does, in short
+            self._answered = self._last = opened
+            self._calls = 1
+            self.asked += 1
+            slot.asked += 1
+            topk_ids = opened.targets[self.layer]  # type: ignore[index]
+            return scores.gather(1, topk_ids), topk_ids
         assert default_compute_topk is not None
         if _graph_task_id() != -1:
             answer = self._recall()
             self._check_call(scores, topk, answer.padding_mask.shape[0], recompute=True)
         else:
             answer = self._answer(scores, topk, num_groups, group_topk, default_compute_topk)
-        self.answer = answer
-        topk_ids = answer.topk_ids
-        if topk_ids is None:
+        self._last = answer
+        replayed = answer.topk_ids
+        if replayed is None:
             return default_compute_topk(scores, topk, num_groups, group_topk)
-        if topk_ids.dtype is not torch.int64:
-            topk_ids = topk_ids.long()
+        topk_ids = replayed if replayed.dtype is torch.int64 else replayed.long()
         return scores.gather(1, topk_ids), topk_ids
 
     def _answer(
@@ -298,7 +339,7 @@ class RouterTargets:
                 if live_rows is not None:
                     topk_ids = torch.where(live_rows[:, None], chosen, topk_ids)
             answer = _answer_of((topk_ids, mask, live_rows, True, has_rows))
-        if opened.wants_grad and not torch.is_grad_enabled():
+        if opened.wants_grad and not is_grad_enabled():
             self._remember(opened.index, answer)
         return answer
 
