@@ -2,7 +2,8 @@
 
     kind     value                              trajectory i
     dense    tensor [B, ...]                    row i
-    packed   ``PackedTensor`` of B segments     segment i
+    packed   ``PackedTensor`` or                segment i
+             ``PackedRagged`` of B segments
     listed   list or tuple of B things          thing i; tensors of any shapes, or what is none
     nested   mapping of fields                  trajectory i of each
 
@@ -39,7 +40,8 @@ from packhorse.packed.batch_parts import (
     shown,
 )
 from packhorse.packed.batch_tensordict import parts_of, tensordict_of
-from packhorse.packed.fields import PACKED_FIELDS, FieldRegistry
+from packhorse.packed.copies import clone_rows, repeat_rows, take_rows
+from packhorse.packed.fields import PACKED_FIELDS, FieldRegistry, Packed
 from packhorse.packed.host import (
     Selector,
     check_total,
@@ -54,9 +56,9 @@ from packhorse.packed.host import (
     slice_bounds,
     split_stops,
 )
-from packhorse.packed.tensor import PackedTensor
+from packhorse.packed.segments import PackedSegments
 
-Field: TypeAlias = "Tensor | PackedTensor | tuple[Any, ...] | dict[str, Any]"
+Field: TypeAlias = "Tensor | Packed | tuple[Any, ...] | dict[str, Any]"
 
 #: Zero in padding, so that no loss counts it.
 LOSS_MASK_FIELD: Final = "loss_mask"
@@ -234,6 +236,8 @@ class Batch:
         rows: dict[torch.device, Tensor] = {}
 
         def gather_dense(_: str, dense: Tensor) -> Tensor:
+            if dense.is_cpu:
+                return take_rows(dense, ids)
             if dense.device not in rows:
                 rows[dense.device] = from_host(ids.copy(), dense.device)
             return dense.index_select(0, rows[dense.device])
@@ -258,7 +262,7 @@ class Batch:
         fields = apply(
             name,
             self._fields,
-            lambda _, dense: dense.repeat(times, *(1 for _ in dense.shape[1:])),
+            lambda _, dense: repeat_rows(dense, times),
             lambda _, packed: packed.repeat(times),
             lambda _, listed: listed * times,
         )
@@ -301,7 +305,8 @@ class Batch:
             The metadata is that of input 0, the registry has the rules of all.
 
         Raises:
-            TypeError: an input is no ``Batch``; kinds or dtypes differ, and are not to be widened.
+            TypeError: an input is no ``Batch``; kinds, forms of a packed field or dtypes differ,
+                and are not to be widened.
             ValueError: no inputs; fields, row shapes, devices or rules differ, or the rows of a
                 field are past int32. Each names field and input.
         """
@@ -335,9 +340,9 @@ class Batch:
         """Append copies of trajectory 0 that no loss counts until ``multiple`` divides B.
 
         Dense, listed and nested fields repeat trajectory 0, packed fields hold what their rule says
-        (routes: no rows; support: as many rows as trajectory 0, all -1), ``router_padding_mask``
-        is True. ``[:len(batch)]`` of the result takes them off. A batch that needs none, an empty
-        one too, is returned as it is.
+        (routes: no rows; support: as many rows as trajectory 0, all -1 or empty),
+        ``router_padding_mask`` is True. ``[:len(batch)]`` of the result takes them off. A batch
+        that needs none, an empty one too, is returned as it is.
 
         Args:
             zeroed: dense or listed fields that padding holds zeros in, so that no loss counts it;
@@ -446,7 +451,7 @@ class Batch:
         name = "Batch.pin_memory"
         for path, leaf in leaves(self._fields):
             for x in leaf if isinstance(leaf, tuple) else (leaf,):
-                if isinstance(x, Tensor | PackedTensor) and x.device.type != "cpu":
+                if isinstance(x, Tensor | PackedSegments) and x.device.type != "cpu":
                     raise ValueError(f"{name}: {path} is on {x.device}")
         if not torch.accelerator.is_available():
             return self
@@ -460,12 +465,7 @@ class Batch:
 
     def clone(self) -> "Batch":
         """A private, writable, contiguous copy of all tensors."""
-        dense_format = torch.contiguous_format
-        return self._each(
-            "Batch.clone",
-            lambda _, x: x.clone(memory_format=dense_format),
-            lambda _, packed: packed.clone(),
-        )
+        return self._each("Batch.clone", lambda _, x: clone_rows(x), lambda _, p: p.clone())
 
     def detach(self) -> "Batch":
         """The same tensors outside the autograd graph."""
@@ -475,7 +475,7 @@ class Batch:
         self,
         function: str,
         of_tensor: Callable[[str, Tensor], Any],
-        of_packed: Callable[[str, PackedTensor], PackedTensor],
+        of_packed: Callable[[str, Packed], Packed],
     ) -> "Batch":
         """Change tensors in place of themselves; listed ones too."""
 
@@ -489,7 +489,8 @@ class Batch:
     def to_tensordict(self) -> Any:
         """A ``tensordict.TensorDict`` of batch size [B].
 
-        Packed fields become jagged nested tensors over the same rows, listed ones
+        Packed fields become jagged nested tensors over the same rows, a ``PackedRagged`` a
+        ``TensorDict`` of two (``ragged_ids`` over the same ids, ``ragged_widths``), listed ones
         ``NonTensorStack``, nested ones a ``TensorDict``, metadata ``NonTensorData``.
 
         Raises:
@@ -504,6 +505,7 @@ class Batch:
         source: Any,
         *,
         lengths: Mapping[str, Sequence[int]] | None = None,
+        widths: Mapping[str, Sequence[int]] | None = None,
         registry: FieldRegistry = PACKED_FIELDS,
     ) -> "Batch":
         """The other way round; tensors are not copied.
@@ -512,6 +514,7 @@ class Batch:
             source: a ``tensordict.TensorDict`` of batch size [B].
             lengths: by name, B host integers: the lengths of nested tensors on a device, which
                 would have to be read back otherwise; nested ones as "outer.inner".
+            widths: by name, host integers: the ids of each row of a ``PackedRagged`` on a device.
             registry: as in the constructor.
 
         Raises:
@@ -520,7 +523,7 @@ class Batch:
                 nested tensors, non-tensor data and dictionaries of them; lengths are missing.
             ValueError: its batch size is not [B].
         """
-        fields, size, metadata = parts_of("Batch.from_tensordict", source, lengths)
+        fields, size, metadata = parts_of("Batch.from_tensordict", source, lengths, widths)
         return cls(fields, batch_size=size, metadata=metadata, registry=registry)
 
     # --- equality, pickling -----------------------------------------------------------------------
@@ -545,10 +548,10 @@ class Batch:
         return self._with(self._fields.copy())
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        """Only its own rows travel; by protocol 5 each CPU tensor, dense or packed, is one buffer,
-        out of band if asked. What arrives in read-only memory stays there where it is packed, and
-        is copied where it is dense or listed."""
-
+        """Only its own rows travel; by protocol 5 each CPU tensor, dense or packed, is one buffer
+        (a ``PackedRagged`` two, ids and row offsets), out of band if asked. What arrives in
+        read-only memory stays there where it is packed, and is copied where it is dense or listed.
+        """
         state = self._each("Batch", lambda _, x: Shipped(x), lambda _, packed: packed)
         registry = None if self._registry == PACKED_FIELDS else self._registry
         return _received_batch, (state._fields, self._size, self._metadata, registry)

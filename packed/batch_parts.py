@@ -10,19 +10,18 @@ import torch
 from torch import Tensor
 
 from packhorse.packed.checks import check_alike
-from packhorse.packed.fields import FieldRegistry
-from packhorse.packed.host import (
-    check_total,
-    equal_values,
-    from_buffer,
-)
+from packhorse.packed.copies import join_rows
+from packhorse.packed.fields import FieldRegistry, Packed
+from packhorse.packed.host import check_total, equal_values, from_buffer
+from packhorse.packed.ragged import PackedRagged
+from packhorse.packed.segments import PackedSegments
 from packhorse.packed.tensor import PackedTensor
 
 Kind = Literal["dense", "packed", "listed", "nested", "neither"]
 
 
 def kind_of(field: Any) -> Kind:
-    if isinstance(field, PackedTensor):
+    if isinstance(field, PackedSegments):
         return "packed"
     if isinstance(field, Tensor):
         return "dense"
@@ -33,9 +32,10 @@ def kind_of(field: Any) -> Kind:
 
 def check_kind(function: str, path: str, value: Any, registry: FieldRegistry) -> Any:
     """``value`` as a field; a ``TypeError`` or ``ValueError`` where it is none."""
-    if path in registry and not isinstance(value, PackedTensor):
-        raise TypeError(f"{function}: {path} must be a PackedTensor, got {type(value).__name__}")
-    if isinstance(value, PackedTensor):
+    if path in registry and not isinstance(value, PackedSegments):
+        given = type(value).__name__
+        raise TypeError(f"{function}: {path} must be {registry[path].forms}, got {given}")
+    if isinstance(value, PackedTensor | PackedRagged):
         if path in registry:
             registry[path].check(function, value)
         return value
@@ -52,8 +52,8 @@ def check_kind(function: str, path: str, value: Any, registry: FieldRegistry) ->
     if isinstance(value, Mapping):
         return check_kinds(function, value, registry, f"{path}.")
     raise TypeError(
-        f"{function}: {path} must be a tensor, a PackedTensor, a list or a mapping of these, got"
-        f" {type(value).__name__}"
+        f"{function}: {path} must be a tensor, a PackedTensor or PackedRagged, a list or a mapping"
+        f" of these, got {type(value).__name__}"
     )
 
 
@@ -106,7 +106,7 @@ def apply(
     function: str,
     fields: Mapping[str, Any],
     of_dense: Callable[[str, Tensor], Any],
-    of_packed: Callable[[str, PackedTensor], Any],
+    of_packed: Callable[[str, Packed], Any],
     of_listed: Callable[[str, tuple[Any, ...]], Any],
     prefix: str = "",
 ) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def apply(
             continue
         path = f"{prefix}{key}"
         try:
-            if isinstance(field, PackedTensor):
+            if isinstance(field, PackedTensor | PackedRagged):
                 made[key] = of_packed(path, field)
             elif isinstance(field, tuple):
                 made[key] = of_listed(path, field)
@@ -133,23 +133,15 @@ def cut_fields(fields: Mapping[str, Any], start: int, stop: int) -> dict[str, An
     """Views of trajectories [start, stop), which are there: nothing here can fail."""
     cut: dict[str, Any] = {}
     for key, field in fields.items():
-        if isinstance(field, PackedTensor):
-            cut[key] = _view(field, start, stop)
+        if isinstance(field, Tensor):
+            cut[key] = field.narrow(0, start, stop - start)
+        elif isinstance(field, PackedSegments):
+            cut[key] = field._view(start, stop)
         elif isinstance(field, dict):
             cut[key] = cut_fields(field, start, stop)
         else:
             cut[key] = field[start:stop]
     return cut
-
-
-def _view(packed: PackedTensor, start: int, stop: int) -> PackedTensor:
-    """``packed[start:stop]``; offsets on the host come from NumPy, in half the time."""
-    if packed.device.type != "cpu":
-        return packed[start:stop]
-    bounds = packed._bounds[start : stop + 1]
-    first = int(bounds[0])
-    values, bounds = packed._values[first : int(bounds[-1])], bounds - first
-    return PackedTensor._make(values, bounds, torch.from_numpy(bounds.astype(np.int32)))
 
 
 # --- joining --------------------------------------------------------------------------------------
@@ -176,7 +168,8 @@ def check_joinable(
                 )
         if isinstance(field, dict):
             check_joinable(function, f"{path}.", column, widen)
-        elif isinstance(field, PackedTensor):
+        elif isinstance(field, PackedSegments):
+            _check_forms(function, path, column)
             if widen:
                 column = widened(function, path, column)
             for i, other in enumerate(column):
@@ -186,12 +179,25 @@ def check_joinable(
                 _check_alike(function, path, i, other, field)
 
 
+def _check_forms(function: str, path: str, column: Sequence[Packed]) -> None:
+    for i, packed in enumerate(column):
+        if type(packed) is not type(column[0]):
+            raise TypeError(
+                f"{function}: {path} is {_form(packed)} in input {i}, {_form(column[0])} in input"
+                " 0; PackedRagged.from_padded and PackedRagged.to_padded give the other form"
+            )
+
+
+def _form(packed: Packed) -> str:
+    return "a PackedRagged" if isinstance(packed, PackedRagged) else "a PackedTensor of one width"
+
+
 def _check_alike(function: str, path: str, i: int, tensor: Tensor, first: Tensor) -> None:
     check_alike(function, f"{path} of input {i}", tensor, "that of input 0", first)
 
 
-def widened(function: str, path: str, column: Sequence[PackedTensor]) -> list[PackedTensor]:
-    """Integer fields in the widest dtype among them; others as they are."""
+def widened(function: str, path: str, column: Sequence[Any]) -> list[Any]:
+    """Integer fields in the widest dtype among them; others as they are. Of one form."""
     dtypes = {packed.dtype for packed in column}
     if len(dtypes) == 1 or any(dtype.is_floating_point for dtype in dtypes):
         return list(column)
@@ -210,15 +216,15 @@ def join_fields(function: str, parts: Sequence[dict[str, Any]], prefix: str = ""
         column = [part[key] for part in parts]
         if isinstance(field, dict):
             joined[key] = join_fields(function, column, f"{path}.")
-        elif isinstance(field, PackedTensor):
+        elif isinstance(field, PackedTensor | PackedRagged):
             try:
-                joined[key] = PackedTensor.cat(widened(function, path, column))
+                joined[key] = type(field).cat(widened(function, path, column))
             except ValueError as error:
                 raise ValueError(f"{function}: {path}: {error}") from None
         elif isinstance(field, tuple):
             joined[key] = tuple(chain.from_iterable(column))
         else:
-            joined[key] = torch.cat(column)
+            joined[key] = join_rows(column)
     return joined
 
 
@@ -229,6 +235,8 @@ def shown(field: Any) -> str:
     """Kind, shape and dtype of a field; no value is read."""
     if isinstance(field, PackedTensor):
         return f"{field.num_rows} packed rows {list(field.row_shape)} {field.dtype}"
+    if isinstance(field, PackedRagged):
+        return f"{field.num_rows} ragged rows of {field.num_ids} ids"
     if isinstance(field, tuple):
         return "list"
     return f"{list(field.shape)} {field.dtype}"
@@ -242,8 +250,8 @@ def equal_fields(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(equal_fields(one[k], other[k]) for k in one)
     if isinstance(one, tuple):
         return len(one) == len(other) and all(map(equal_fields, one, other))
-    if isinstance(one, PackedTensor):
-        return one.equal(other)
+    if isinstance(one, PackedSegments):
+        return one == other
     if isinstance(one, Tensor):
         same = one.shape == other.shape and one.dtype == other.dtype
         return same and one.device == other.device and equal_values(one, other)

@@ -1,11 +1,14 @@
 """The packed fields a batch may hold, and what each has where no row was captured.
 
     rollout_expert_indices   captured prefix, 0 <= rows <= length   uint8, int16, int32 [L, K]
-    rollout_sample_support   exactly one row a response token       int32 [C]
+    rollout_sample_support   exactly one row a response token       int32 [C], or ragged
 
     field    position without a row   batch padding                 synthetic trajectory
     routes   K distinct experts       no rows                       no rows
     support  -1                       trajectory 0's rows, all -1   no rows
+
+The support may also be stored ragged, as a ``PackedRagged``: what is a row of -1 here is an empty
+row there.
 
 Batch padding is a copy of trajectory 0's tokens that no loss counts; a synthetic trajectory is one
 attended token without a response. Rows are stored only where something was captured: the dummy
@@ -19,7 +22,7 @@ the support.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -30,9 +33,14 @@ from packhorse.kernels.dummies import dummy_routes
 from packhorse.kernels.routes import Dummy, check_dummy
 from packhorse.packed.checks import check_fill
 from packhorse.packed.collate import ROUTES_FIELD, SUPPORT_FIELD, routes_dtype
+from packhorse.packed.copies import join_rows
 from packhorse.packed.host import from_host, host_count, host_ints
+from packhorse.packed.ragged import PackedRagged
 from packhorse.packed.sentinels import NO_CANDIDATE
 from packhorse.packed.tensor import PackedTensor
+
+#: The two forms of a packed field.
+Packed: TypeAlias = PackedTensor | PackedRagged
 
 ROUTE_DTYPES: Final = (torch.uint8, torch.int16, torch.int32)
 
@@ -62,6 +70,8 @@ class PackedField:
         row_shape: of one row; None where any size is legal.
         fill: what a model position without a row receives, and what a row of padding holds; every
             dtype must hold it. ``DUMMY_ROUTE`` for rows [L, K] of routes.
+        ragged: whether it may be a ``PackedRagged`` too, whose empty row stands for one of ``fill``
+            alone: rows [C] of any width, of int32, filled by -1 (``NO_CANDIDATE``).
 
     Raises:
         TypeError, ValueError: an argument is wrong; names it.
@@ -76,6 +86,7 @@ class PackedField:
     dtypes: tuple[torch.dtype, ...]
     row_shape: tuple[int | None, ...]
     fill: float | str
+    ragged: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -99,9 +110,25 @@ class PackedField:
         else:
             for dtype in self.dtypes:
                 check_fill(where, self.fill, dtype)
+        if not isinstance(self.ragged, bool):
+            raise TypeError(f"{where}: ragged must be a bool, got {type(self.ragged).__name__}")
+        legal = self.row_shape == (None,) and torch.int32 in self.dtypes
+        if self.ragged and not (legal and self.fill == NO_CANDIDATE):
+            raise ValueError(f"{where}: ragged needs rows [C] of any width, int32 and fill -1")
 
-    def check(self, function: str, packed: PackedTensor) -> None:
-        """Refuse a wrong dtype (``TypeError``) or row shape (``ValueError``) under ``function``."""
+    @property
+    def forms(self) -> str:
+        """The classes that may hold it, in words."""
+        return "a PackedTensor or a PackedRagged" if self.ragged else "a PackedTensor"
+
+    def check(self, function: str, packed: Packed) -> None:
+        """Refuse a wrong form or dtype (``TypeError``) or row shape (``ValueError``), under the
+        name ``function``."""
+        if isinstance(packed, PackedRagged) and self.ragged:
+            return
+        if not isinstance(packed, PackedTensor):
+            given = type(packed).__name__
+            raise TypeError(f"{function}: {self.name} must be {self.forms}, got {given}")
         if packed.dtype not in self.dtypes:
             legal = " or ".join(str(dtype) for dtype in self.dtypes)
             raise TypeError(f"{function}: {self.name} must be {legal}, got {packed.dtype}")
@@ -116,7 +143,7 @@ class PackedField:
     def check_lengths(
         self,
         function: str,
-        packed: PackedTensor,
+        packed: Packed,
         lengths: Sequence[int],
         response_lengths: Sequence[int] | None = None,
     ) -> None:
@@ -150,20 +177,23 @@ class PackedField:
                 f" {kind}; a token has one{most}"
             )
 
-    def padding(self, packed: PackedTensor, count: int) -> PackedTensor:
+    def padding(self, packed: Packed, count: int) -> Packed:
         """Rows of ``count`` padding trajectories: copies of trajectory 0's tokens, no loss.
 
-        As many rows as trajectory 0 has, all ``fill``, where the domain fixes their number; none in
-        the domains "captured" and "any".
+        As many rows as trajectory 0 has, all ``fill`` (empty in a ``PackedRagged``), where the
+        domain fixes their number; none in the domains "captured" and "any". In the form of
+        ``packed``, on its device.
         """
         fixed = self.domain in ("response", "token") and len(packed) > 0
         return self._filled(packed, int(packed.bounds[1]) if fixed else 0, count)
 
-    def synthetic(self, packed: PackedTensor, count: int) -> PackedTensor:
+    def synthetic(self, packed: Packed, count: int) -> Packed:
         """Rows of ``count`` synthetic trajectories, one attended token each and no response."""
         return self._filled(packed, 1 if self.domain == "token" else 0, count)
 
-    def _filled(self, like: PackedTensor, num_rows: int, count: int) -> PackedTensor:
+    def _filled(self, like: Packed, num_rows: int, count: int) -> Packed:
+        if isinstance(like, PackedRagged):
+            return PackedRagged.empty([num_rows] * count, device=like.device)
         shape = (num_rows * count, *like.row_shape)
         if num_rows == 0:
             values = like.values.new_empty(shape)
@@ -238,7 +268,9 @@ class FieldRegistry(Mapping[str, PackedField]):
 PACKED_FIELDS: Final = FieldRegistry(
     [
         PackedField(ROUTES_FIELD, "captured", ROUTE_DTYPES, (None, None), fill=DUMMY_ROUTE),
-        PackedField(SUPPORT_FIELD, "response", (torch.int32,), (None,), fill=NO_CANDIDATE),
+        PackedField(
+            SUPPORT_FIELD, "response", (torch.int32,), (None,), fill=NO_CANDIDATE, ragged=True
+        ),
     ]
 )
 
@@ -394,7 +426,7 @@ def materialize(
         ep_size=ep_size, spread_offset=spread_offset, device=routes.device,
     )[0][:, None].expand(-1, num_layers, -1)  # fmt: skip
     parts = zip(segments, dummies.split(missing.tolist()), strict=True)
-    values = torch.cat([segments.values[:0], *chain.from_iterable(parts)])
+    values = join_rows([segments.values[:0], *chain.from_iterable(parts)])
     bounds = np.cumsum(tokens) - tokens
     positions = np.arange(values.shape[0], dtype=np.int64) - np.repeat(bounds, tokens)
     mask = from_host(positions >= np.repeat(captured, tokens), routes.device)

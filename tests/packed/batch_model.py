@@ -3,31 +3,44 @@
 The model of a batch is a list of trajectories, each a dict from a field's path to lists.
 """
 
+import random
 from typing import Any
 
 import torch
 
 from packhorse.packed.batch import Batch
 from packhorse.packed.fields import PACKED_FIELDS, PackedField
+from packhorse.packed.ragged import PackedRagged
 from packhorse.packed.tensor import PackedTensor
+from tests.packed import ragged_model
 from tests.packed.helpers import as_lists, make_rows
 
-ROUTES, SUPPORT, ENTROPY = (
+ROUTES, SUPPORT, ENTROPY, MARKS = (
     "rollout_expert_indices",
     "rollout_sample_support",
     "rollout_entropy",
+    "rollout_marks",
 )
 WIDTH, CANDIDATES = 3, 4
-REGISTRY = PACKED_FIELDS.with_field(PackedField(ENTROPY, "token", (torch.float32,), (), fill=0.5))
+REGISTRY = PACKED_FIELDS.with_field(
+    PackedField(ENTROPY, "token", (torch.float32,), (), fill=0.5)
+).with_field(PackedField(MARKS, "token", (torch.int32,), (None,), fill=-1, ragged=True))
 PATHS = (
-    "token_ids", "attention_mask", "loss_mask", "rewards", ROUTES, SUPPORT, ENTROPY, "images",
-    "uids", "extra.scores", "extra.parts.format", "extra.rows",
+    "token_ids", "attention_mask", "loss_mask", "rewards", ROUTES, SUPPORT, ENTROPY, MARKS,
+    "images", "uids", "extra.scores", "extra.parts.format", "extra.rows",
 )  # fmt: skip
 
 
 def make_batch(
-    size: int, seed: int = 0, *, routes_dtype=torch.uint8, device="cpu", metadata=None
+    size: int,
+    seed: int = 0,
+    *,
+    routes_dtype=torch.uint8,
+    ragged=False,
+    device="cpu",
+    metadata=None,
 ) -> Batch:
+    """``ragged``: the form of the support."""
     generator = torch.Generator().manual_seed(seed)
 
     def counts(most: int) -> list[int]:
@@ -38,6 +51,17 @@ def make_batch(
         rows = make_rows(sum(lengths), dtype, row_shape)
         return PackedTensor.from_lengths(rows.to(device), lengths)
 
+    def packed_ragged() -> PackedRagged:
+        widths = random.Random(seed)
+        return ragged_model.build(
+            [
+                [[widths.randrange(50) for _ in range(widths.choice([0, 1, 1, 2, CANDIDATES]))]
+                 for _ in range(length)]
+                for length in counts(3)
+            ],
+            device,
+        )  # fmt: skip
+
     def dense(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.randint(1, 100, (size, *shape), generator=generator).to(device, dtype)
 
@@ -47,8 +71,9 @@ def make_batch(
         "loss_mask": torch.ones(size, WIDTH, dtype=torch.bool, device=device),
         "rewards": dense(torch.float32),
         ROUTES: packed(routes_dtype, (2, 2)),
-        SUPPORT: packed(torch.int32, (CANDIDATES,)),
+        SUPPORT: packed_ragged() if ragged else packed(torch.int32, (CANDIDATES,)),
         ENTROPY: packed(torch.float32, ()),
+        MARKS: packed_ragged(),
         "images": [make_rows(2 * n, torch.bfloat16, ()).view(n, 2).to(device) for n in counts(3)],
         "uids": [f"{seed}-{i}" for i in range(size)],
         "extra": {
@@ -77,6 +102,8 @@ def model_of(batch: Batch) -> list[dict[str, Any]]:
     for path, field in flat(batch.fields).items():
         if isinstance(field, PackedTensor):
             columns[path] = as_lists(field)
+        elif isinstance(field, PackedRagged):
+            columns[path] = ragged_model.as_lists(field)
         elif isinstance(field, tuple):
             columns[path] = [x.tolist() if isinstance(x, torch.Tensor) else x for x in field]
         else:
@@ -97,6 +124,9 @@ def check(batch: Batch, model: list[dict[str, Any]], like: Batch) -> None:
         assert type(field) is type(other), path
         if isinstance(field, PackedTensor):
             assert field.row_shape == other.row_shape, path
+        if isinstance(field, PackedRagged):
+            ragged_model.check(field, [trajectory[path] for trajectory in model])
+        if isinstance(field, PackedTensor | PackedRagged):
             assert field.offsets == tuple(field.cu_seqlens.tolist()), path
             assert field.cu_seqlens.dtype == torch.int32
             assert field.cu_seqlens.is_contiguous()
@@ -107,14 +137,16 @@ def check(batch: Batch, model: list[dict[str, Any]], like: Batch) -> None:
             assert field.shape[1:] == other.shape[1:], path
 
 
-def padding_of(trajectory: dict[str, Any]) -> dict[str, Any]:
+def padding_of(trajectory: dict[str, Any], ragged: bool = False) -> dict[str, Any]:
     """A copy of it that no loss counts, written from the design's table."""
+    no_candidate: list[int] = [] if ragged else [-1] * CANDIDATES
     return {
         **trajectory,
         "loss_mask": [False] * WIDTH,
         ROUTES: [],
-        SUPPORT: [[-1] * CANDIDATES] * len(trajectory[SUPPORT]),
+        SUPPORT: [no_candidate] * len(trajectory[SUPPORT]),
         ENTROPY: [0.5] * len(trajectory[ENTROPY]),
+        MARKS: [[]] * len(trajectory[MARKS]),
         "extra.rows": [],
     }
 
@@ -128,6 +160,7 @@ def synthetic_trajectory() -> dict[str, Any]:
         ROUTES: [],
         SUPPORT: [],
         ENTROPY: [0.5],
+        MARKS: [[]],
         "images": [],
         "uids": None,
         "extra.scores": [0.0, 0.0],

@@ -1,212 +1,39 @@
 """Batch.
 
-Oracle: a batch is a Python list of trajectories, a trajectory a dict of lists; every operation is
-done once more on those. Rows are moved, not computed, so nothing here has a tolerance.
+Oracle: worked cases, and the batch as a Python list of trajectories, each a dict of lists. Rows are
+moved, not computed, so nothing here has a tolerance.
 """
 
-import copy
-import pickle
-import random
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 
 from packhorse.packed.batch import Batch
-from packhorse.packed.buffer import join_trajectories, split_trajectories
+from packhorse.packed.buffer import join_trajectories
 from packhorse.packed.fields import PACKED_FIELDS, PackedField, materialize, router_padding_mask
+from packhorse.packed.ragged import PackedRagged
 from packhorse.packed.tensor import PackedTensor
+from tests.packed import ragged_model
 from tests.packed.batch_model import (
+    CANDIDATES,
     ENTROPY,
-    PATHS,
+    MARKS,
     ROUTES,
     SUPPORT,
     check,
-    flat,
     make_batch,
     model_of,
-    padding_of,
-    synthetic_trajectory,
 )
 from tests.packed.helpers import as_lists, make_packed
 from tests.packed.test_fields import make_routes
 
-# --- every operation against lists ----------------------------------------------------------------
-
-SEQUENCES, BLOCKS = 1200, 12
-MOST = 24  # trajectories
-
-
-class Walk:
-    """A batch and its model, through random operations on both."""
-
-    def __init__(self, seed: int, device: str) -> None:
-        self.random = random.Random(seed)
-        self.device = device
-        self.batch = self.like = make_batch(self.random.randrange(6), seed, device=device)
-        self.model = model_of(self.batch)
-        self.done: list[str] = []
-
-    def step(self) -> None:
-        operation = self.random.choice(OPERATIONS)
-        self.done.append(operation.__name__)
-        before, batch = copy.deepcopy(self.model), self.batch
-        operation(self)
-        check(self.batch, self.model, self.like)
-        assert model_of(batch) == before, "an operation changed its input"
-
-    def take_slice(self) -> None:
-        start, stop = (self.random.choice([None, *range(-7, 8)]) for _ in range(2))
-        step = self.random.choice([None, 1, 1, 2, -1, -2])
-        self.batch, self.model = self.batch[start:stop:step], self.model[start:stop:step]
-
-    def take_ids(self) -> None:
-        size = len(self.model)
-        count = self.random.randrange(8) if size else 0
-        ids = [self.random.randrange(-size, size) for _ in range(count)]
-        given: Any = ids
-        match self.random.randrange(4):
-            case 0:
-                given = torch.tensor(ids, dtype=torch.int64)
-            case 1:
-                given = np.array(ids, dtype=np.int32)
-            case 2 if size:
-                ids = given = range(self.random.randrange(size), size, self.random.randrange(1, 3))
-        self.batch, self.model = self.batch[given], [self.model[i] for i in ids]
-
-    def take_mask(self) -> None:
-        mask = [self.random.random() < 0.7 for _ in self.model]
-        self.batch = self.batch[torch.tensor(mask, dtype=torch.bool)]
-        self.model = [trajectory for trajectory, keep in zip(self.model, mask, strict=True) if keep]
-
-    def take_one(self) -> None:
-        if self.model:
-            i = self.random.randrange(-len(self.model), len(self.model))
-            self.batch, self.model = self.batch[i], [self.model[i]]
-
-    def repeat(self) -> None:
-        times = self.random.randrange(3)
-        self.batch, self.model = self.batch.repeat(times), self.model * times
-
-    def repeat_each(self) -> None:
-        times = self.random.randrange(3)
-        self.batch = self.batch.repeat_interleave(times)
-        self.model = [trajectory for trajectory in self.model for _ in range(times)]
-
-    def repeat_by_counts(self) -> None:
-        counts = [self.random.randrange(3) for _ in self.model]
-        given = torch.tensor(counts, dtype=torch.int64) if self.random.random() < 0.5 else counts
-        self.batch = self.batch.repeat_interleave(given)
-        self.model = [t for t, n in zip(self.model, counts, strict=True) for _ in range(n)]
-
-    def split_and_cat(self) -> None:
-        size = self.random.randrange(1, 5)
-        parts = self.batch.split(size)
-        expected = [self.model[i : i + size] for i in range(0, len(self.model), size)] or [[]]
-        assert list(map(model_of, parts)) == expected
-        self.batch = Batch.cat(parts[::-1])
-        self.model = [trajectory for part in expected[::-1] for trajectory in part]
-
-    def split_by_sizes(self) -> None:
-        first = self.random.randrange(len(self.model) + 1)
-        left, none, right = self.batch.split([first, 0, len(self.model) - first])
-        check(none, [], self.like)
-        self.batch = Batch.cat([right, none, left])
-        self.model = self.model[first:] + self.model[:first]
-
-    def chunk(self) -> None:
-        chunks = self.random.randrange(1, 5)
-        parts = self.batch.chunk(chunks)
-        dense = torch.arange(len(self.model)).chunk(chunks)
-        assert [len(part) for part in parts] == [len(part) for part in dense] or not self.model
-        which = self.random.randrange(len(parts))
-        self.batch = parts[which]
-        self.model = [self.model[i] for i in dense[which].tolist()] if self.model else []
-
-    def cat_another(self) -> None:
-        other = make_batch(self.random.randrange(4), self.random.randrange(100), device=self.device)
-        self.model = self.model + model_of(other)
-        self.batch = Batch.cat([self.batch, other])
-
-    def pad(self) -> None:
-        multiple = self.random.randrange(1, 6)
-        self.batch = self.batch.pad_to_multiple(multiple)
-        missing = -len(self.model) % multiple
-        self.model = self.model + [padding_of(self.model[0]) for _ in range(missing)]
-
-    def cat_synthetic(self) -> None:
-        count = self.random.randrange(3)
-        # an empty batch has no image to tell its shape, so that a None would stand for it
-        if self.model:
-            self.batch = Batch.cat([self.batch, self.batch.synthetic(count)])
-            kinds = {"images": None if self.model[0]["images"] is None else []}
-            made = {**synthetic_trajectory(), **kinds}
-            self.model = self.model + [made] * count
-
-    def through_pickle(self) -> None:
-        buffers: list[Any] = []
-        protocol = self.random.randrange(2, 6)
-        out_of_band = protocol == 5 and self.random.random() < 0.5
-        call = buffers.append if out_of_band else None
-        data = pickle.dumps(self.batch, protocol=protocol, buffer_callback=call)
-        received = [bytes(buffer.raw()) for buffer in buffers] if out_of_band else None
-        self.batch = pickle.loads(data, buffers=received)
-
-    def through_items(self) -> None:
-        if self.model:
-            items = split_trajectories(self.batch)
-            self.random.shuffle(order := list(range(len(items))))
-            self.batch = join_trajectories([items[i] for i in order])
-            self.model = [self.model[i] for i in order]
-
-    def keep(self) -> None:
-        copies = [self.batch.clone(), self.batch.contiguous(), self.batch.detach()]
-        copies += [copy.copy(self.batch), copy.deepcopy(self.batch), self.batch.to(self.device)]
-        for same in copies:
-            check(same, self.model, self.like)
-        self.batch = self.random.choice(copies)
-
-    def reorder_fields(self) -> None:
-        names = list(self.batch.fields)
-        some = self.random.sample(names, self.random.randrange(len(names) + 1))
-        rest = self.batch.drop(some)
-        assert [*rest.fields] == [name for name in names if name not in some]
-        self.batch = rest.with_fields(self.batch.select(some).fields).select(names)
-
-
-OPERATIONS = [value for name, value in vars(Walk).items() if name[0] != "_" and name != "step"]
-
-
-@pytest.mark.parametrize("block", range(BLOCKS))
-def test_any_sequence_of_operations_matches_a_list_of_trajectories(block, device):
-    for seed in range(block, SEQUENCES, BLOCKS):
-        walk = Walk(seed, device)
-        try:
-            for _ in range(walk.random.randrange(1, 7)):
-                if len(walk.model) <= MOST:
-                    walk.step()
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {' -> '.join(walk.done)}") from error
-
-
-def test_the_walks_use_every_operation():
-    used: set[str] = set()
-    for seed in range(80):
-        walk = Walk(seed, "cpu")
-        for _ in range(4):
-            if len(walk.model) <= MOST:
-                walk.step()
-        used |= set(walk.done)
-    assert used == {operation.__name__ for operation in OPERATIONS}
-    assert tuple(flat(make_batch(1).fields)) == PATHS
-
+FORMS = [pytest.param(False, id="one-width"), pytest.param(True, id="ragged")]  # of the support
 
 # --- trap 33: every field follows -----------------------------------------------------------------
 
 
-def test_trap_33_filtering_and_replacing_take_every_field_along(device):
-    batch = make_batch(4, device=device)
+@pytest.mark.parametrize("ragged", FORMS)
+def test_trap_33_filtering_and_replacing_take_every_field_along(ragged, device):
+    batch = make_batch(4, ragged=ragged, device=device)
     model = model_of(batch)
     check(batch[[0, 2, 3]], [model[0], model[2], model[3]], batch)
     check(batch[[True, False, True, True]], [model[0], model[2], model[3]], batch)
@@ -218,9 +45,10 @@ def test_trap_33_filtering_and_replacing_take_every_field_along(device):
 # --- trap 41: none, empty, one; for every kind of field -------------------------------------------
 
 
+@pytest.mark.parametrize("ragged", FORMS)
 @pytest.mark.parametrize("size", [0, 1, 3])
-def test_trap_41_no_trajectory_empty_ones_and_one_are_legal(size, device):
-    batch = make_batch(size, device=device)
+def test_trap_41_no_trajectory_empty_ones_and_one_are_legal(size, ragged, device):
+    batch = make_batch(size, ragged=ragged, device=device)
     model = model_of(batch)
     for same in (batch[:], batch[::1], Batch.cat([batch[:0], batch]), batch.repeat(1)):
         check(same, model, batch)
@@ -237,6 +65,10 @@ def test_trap_41_no_trajectory_empty_ones_and_one_are_legal(size, device):
         empty = make_packed([0] * size, torch.uint8, (2, 2), device)
         check(batch.with_fields({ROUTES: empty})[-1:],
               [{**model[-1], ROUTES: []}], batch)  # fmt: skip
+        for rows in ([], [[]] * 2):  # no response token, and rows without a candidate
+            marks = PackedRagged.empty([len(rows)] * size, device=device)
+            check(batch.with_fields({MARKS: marks})[::-1],
+                  [{**trajectory, MARKS: rows} for trajectory in model[::-1]], batch)  # fmt: skip
 
 
 def test_a_batch_without_fields_has_a_size():
@@ -264,6 +96,26 @@ def test_trap_42_cat_of_two_dtypes_is_an_error_and_widening_is_asked_for(order):
         Batch.cat(dense, widen=True)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("widen", [False, True])
+def test_a_support_of_one_width_joins_a_ragged_one_only_after_a_change_of_form(order, widen):
+    batches = [make_batch(2), make_batch(3, 1, ragged=True)][::order]
+    forms = ["a PackedTensor of one width", "a PackedRagged"][::order]
+    message = rf"^Batch\.cat: {SUPPORT} is {forms[1]} in input 1, {forms[0]} in input 0; Packed"
+    with pytest.raises(TypeError, match=message):
+        Batch.cat(batches, widen=widen)
+    with pytest.raises(TypeError, match=f"^join_trajectories: {SUPPORT} is {forms[1]} in item 1"):
+        join_trajectories(batches, widen=widen)
+    assert batches[0] != batches[1]
+    ragged = [batch if isinstance(batch[SUPPORT], PackedRagged) else
+              batch.with_fields({SUPPORT: PackedRagged.from_padded(batch[SUPPORT])})
+              for batch in batches]  # fmt: skip
+    assert model_of(Batch.cat(ragged)) == [t for batch in ragged for t in model_of(batch)]
+    wide = [batch.with_fields({SUPPORT: batch[SUPPORT].to_padded(CANDIDATES)}) for batch in ragged]
+    assert wide[::order][0] == batches[::order][0]
+    assert model_of(Batch.cat(wide)) == [t for batch in wide for t in model_of(batch)]
+
+
 # --- trap 44: slicing rebases ---------------------------------------------------------------------
 
 
@@ -273,12 +125,15 @@ def test_trap_44_row_ids_of_a_slice_start_at_its_first_row(device):
     prompts, responses = [3, 2], [2, 4]
     support = make_packed(responses, torch.int32, (5,), device)
     batch = Batch({SUPPORT: support, "lengths": [5, 6]})
+    batch["marks"] = PackedRagged.from_padded(support, widths=[5] * 6)
     for second in (batch[1:2], batch[-1], batch[[1]], batch[[1, 0]][:1]):
-        rows = second[SUPPORT]
-        assert rows.cu_seqlens.tolist() == [0, 4]
+        rows, ragged = second[SUPPORT], second["marks"]
+        assert rows.cu_seqlens.tolist() == ragged.cu_seqlens.tolist() == [0, 4]
         row_ids = TokenLayout.build(second["lengths"]).support_row_ids(rows.lengths).tolist()
         assert row_ids == [-1, 0, 1, 2, 3, -1]
         assert [rows.values[r].tolist() for r in row_ids if r >= 0] == support[1].tolist()
+        assert ragged.row_offsets.tolist() == [0, 5, 10, 15, 20]
+        assert ragged.values.tolist() == support[1].flatten().tolist()
     assert prompts[1] + responses[1] == 6
 
 
@@ -306,23 +161,41 @@ def test_trap_45_a_packed_field_without_a_rule_is_refused_where_padding_is_neede
     assert model_of(known.synthetic(1))[0][path] == []
 
 
+def test_trap_45_a_ragged_field_without_a_rule_is_refused_where_padding_is_needed():
+    batch = Batch({"notes": PackedRagged.empty([1, 2, 0]), "loss_mask": torch.ones(3)})
+    assert batch[[2, 0]]["notes"].lengths == (0, 1)
+    for call in (lambda: batch.pad_to_multiple(2), lambda: batch.synthetic(1, attended=None)):
+        with pytest.raises(ValueError, match=r"^Batch\.\w+: notes is packed and has no regist"):
+            call()
+    rule = PackedField("notes", "response", (torch.int32,), (None,), fill=-1)
+    with pytest.raises(TypeError, match=r"^Batch: notes must be a PackedTensor, got PackedRagged"):
+        Batch(batch.fields, registry=PACKED_FIELDS.with_field(rule))
+    rule = PackedField("notes", "response", (torch.int32,), (None,), fill=-1, ragged=True)
+    known = Batch(batch.fields, registry=PACKED_FIELDS.with_field(rule))
+    assert ragged_model.as_lists(known.pad_to_multiple(2)["notes"]) == [[[]], [[], []], [], [[]]]
+    assert ragged_model.as_lists(known.synthetic(1, attended=None)["notes"]) == [[]]
+
+
 # --- trap 46: batch padding -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("format", ["thd", "bshd"])
-@pytest.mark.parametrize("dummy", ["constant", "spread"])
-def test_trap_46_padding_stores_no_route_and_the_model_sees_dummies(format, dummy, device):
+@pytest.mark.parametrize(("dummy", "ragged"), [("constant", False), ("spread", True)])
+def test_trap_46_padding_stores_no_route_and_the_model_sees_dummies(format, dummy, ragged, device):
     from packhorse.replay.layout import TokenLayout
 
     lengths, captured, responses = [4, 2, 3], [3, 2, 3], [2, 1, 2]
     routes = make_routes(captured, num_layers=2, topk=2, device=device)
     token_ids = torch.arange(12, device=device).view(3, 4)
+    support = make_packed(responses, torch.int32, (3,), device)
+    if ragged:
+        support = PackedRagged.from_padded(support, widths=[3] * 5)
     batch = Batch({
         "token_ids": token_ids,
         "loss_mask": torch.ones(3, 4, device=device),
         "lengths": lengths,
         ROUTES: routes,
-        SUPPORT: make_packed(responses, torch.int32, (3,), device),
+        SUPPORT: support,
     })  # fmt: skip
     padded = batch.pad_to_multiple(5)
     assert len(padded) == 5
@@ -331,7 +204,12 @@ def test_trap_46_padding_stores_no_route_and_the_model_sees_dummies(format, dumm
     assert padded["lengths"] == (4, 2, 3, 4, 4)
     assert padded[ROUTES].lengths == (3, 2, 3, 0, 0)
     assert padded[SUPPORT].lengths == (2, 1, 2, 2, 2)
-    assert as_lists(padded[SUPPORT])[3:] == [[[-1] * 3] * 2] * 2
+    if ragged:
+        assert ragged_model.as_lists(padded[SUPPORT])[3:] == [[[]] * 2] * 2
+        padded_support = padded[SUPPORT].to_padded()
+    else:
+        padded_support = padded[SUPPORT]
+    assert as_lists(padded_support)[3:] == [[[-1] * 3] * 2] * 2
     assert padded[:3] == batch
 
     # in the model: each of the 8 padded tokens has K distinct experts and is masked
@@ -393,24 +271,27 @@ def test_a_stored_router_mask_masks_all_of_padding_and_of_synthetic_trajectories
 
 
 @pytest.mark.parametrize("real", [0, 2])
-@pytest.mark.parametrize("format", ["thd", "bshd"])
+@pytest.mark.parametrize(("format", "ragged"), [("thd", False), ("bshd", True)])
 def test_trap_47_a_synthetic_trajectory_is_one_masked_token_without_a_response(
-    real, format, device
+    real, format, ragged, device
 ):
     from packhorse.replay.layout import TokenLayout
     from packhorse.replay.scoring import score_microbatch
 
     width = 5
     mask = torch.tensor([[0, 1, 1, 1, 1], [0, 0, 1, 1, 1]], device=device)
+    support = PackedTensor.from_lengths(
+        torch.tensor([[7, 1], [7, 2], [7, 3]], dtype=torch.int32, device=device), [2, 1]
+    )
+    if ragged:
+        support = PackedRagged.from_padded(support, widths=[2] * 3)
     batch = Batch({
         "token_ids": torch.full((2, width), 7, device=device),
         "attention_mask": mask,
         "lengths": torch.tensor([4, 3]),
         "first_columns": torch.tensor([1, 2]),
         ROUTES: make_routes([3, 2], num_layers=2, topk=2, device=device),
-        SUPPORT: PackedTensor.from_lengths(
-            torch.tensor([[7, 1], [7, 2], [7, 3]], dtype=torch.int32, device=device), [2, 1]
-        ),
+        SUPPORT: support,
     })  # fmt: skip
     made = batch.synthetic(2, values={"lengths": 1})
     microbatch = Batch.cat([batch[:real], made])
@@ -428,8 +309,9 @@ def test_trap_47_a_synthetic_trajectory_is_one_masked_token_without_a_response(
     assert int((~padding_mask).sum()) == sum(microbatch[ROUTES].lengths)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(layout.num_tokens, 9, generator=generator).to(device).requires_grad_()
-    scores = score_microbatch(logits, layout, microbatch["token_ids"], microbatch[SUPPORT])
-    assert scores.logprobs.lengths == microbatch[SUPPORT].lengths
+    support = microbatch[SUPPORT].to_padded(2) if ragged else microbatch[SUPPORT]
+    scores = score_microbatch(logits, layout, microbatch["token_ids"], support)
+    assert scores.logprobs.lengths == support.lengths
     total = scores.logprobs.values.sum()
     (gradient,) = torch.autograd.grad(total, logits)
     assert torch.isfinite(gradient).all()
@@ -442,8 +324,9 @@ def test_trap_47_a_synthetic_trajectory_is_one_masked_token_without_a_response(
 # --- trap 48: equal numbers everywhere ------------------------------------------------------------
 
 
-def test_trap_48_ranks_filled_up_with_synthetic_ones_hold_each_real_row_once():
-    batch = make_batch(11)
+@pytest.mark.parametrize("ragged", FORMS)
+def test_trap_48_ranks_filled_up_with_synthetic_ones_hold_each_real_row_once(ragged):
+    batch = make_batch(11, ragged=ragged)
     batch["origin"] = torch.arange(1, 12)
     groups = [[3, 0], [1], [10, 2, 4, 5], [], [9, 8, 7, 6]]  # of each rank
     most = max(map(len, groups))
@@ -502,6 +385,7 @@ def test_the_representation_reads_no_value():
     assert repr(batch).startswith("Batch(2 trajectories; token_ids: [2, 3] torch.int64, attention")
     assert f"{ROUTES}: " in repr(batch)
     assert f"{ENTROPY}: " in repr(batch)
+    assert f"{MARKS}: {batch[MARKS].num_rows} ragged rows of {batch[MARKS].num_ids}" in repr(batch)
 
 
 def test_the_default_registry_is_that_of_routes_and_support():

@@ -17,8 +17,8 @@ import torch
 
 from packhorse.packed.batch import Batch
 from packhorse.packed.buffer import join_trajectories, split_trajectories
-from packhorse.packed.tensor import PackedTensor
-from tests.packed.batch_model import ROUTES, SUPPORT, check, flat, make_batch, model_of
+from packhorse.packed.ragged import PackedRagged
+from tests.packed.batch_model import MARKS, ROUTES, SUPPORT, check, flat, make_batch, model_of
 from tests.packed.helpers import make_packed
 from tests.packed.test_tensor_memory import ForbidReads
 
@@ -50,16 +50,19 @@ def use_every_operation(batch: Batch) -> None:
     assert "3 trajectories" in repr(batch)
 
 
-def test_trap_43_no_operation_reads_a_device_without_data():
-    batch = make_batch(3).to("meta")
+@pytest.mark.parametrize("ragged", [False, True])
+def test_trap_43_no_operation_reads_a_device_without_data(ragged):
+    batch = make_batch(3, ragged=ragged).to("meta")
     with ForbidReads():
         use_every_operation(batch)
         assert len(pickle.loads(pickle.dumps(batch[1:]))) == 2
 
 
-def test_trap_43_no_operation_waits_for_the_gpu(cuda, no_host_sync):
-    batch = make_batch(3, device=cuda)
-    host = make_batch(3).pin_memory()
+@pytest.mark.parametrize("ragged", [False, True])
+def test_trap_43_no_operation_waits_for_the_gpu(ragged, cuda, no_host_sync):
+    batch = make_batch(3, ragged=ragged, device=cuda)
+    host = make_batch(3, ragged=ragged).pin_memory()
+    assert host[MARKS].is_pinned()
     with no_host_sync():
         use_every_operation(batch)
         assert len(host.to(cuda, non_blocking=True)) == 3
@@ -84,14 +87,15 @@ def test_trap_43_an_index_on_a_device_is_refused(index):
 
 def storages(batch: Batch) -> list[int]:
     return [
-        (field.values if isinstance(field, PackedTensor) else field).untyped_storage().data_ptr()
+        (field if isinstance(field, torch.Tensor) else field.values).untyped_storage().data_ptr()
         for field in flat(batch.fields).values()
         if not isinstance(field, tuple)
     ] + [image.untyped_storage().data_ptr() for image in batch["images"][:1]]
 
 
-def test_what_moves_no_row_is_a_view(device):
-    batch = make_batch(6, 3, device=device)
+@pytest.mark.parametrize("ragged", [False, True])
+def test_what_moves_no_row_is_a_view(ragged, device):
+    batch = make_batch(6, 3, ragged=ragged, device=device)
     whole = [storages(batch)[:-1]] * 2
     for views in (
         (batch[1:4], batch[[2, 3]]), (batch[range(1, 3)], batch[-1]), batch.chunk(2),
@@ -111,14 +115,21 @@ def test_what_moves_no_row_is_a_view(device):
         assert moved["images"][0] is batch["images"][1 if len(moved) == 2 else 0]
 
 
-def test_slicing_costs_no_copy_and_little_time():
-    """36 to 44 us on a busy 2-core container (8 dense, 2 packed and 2 listed fields)."""
+def ragged_of(lengths: list[int], width: int = 2) -> PackedRagged:
+    num_rows = sum(lengths)
+    ids = torch.arange(num_rows * width, dtype=torch.int32)
+    return PackedRagged.from_lengths(ids, [width] * num_rows, lengths)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_slicing_costs_no_copy_and_little_time(ragged):
+    """15 us on a 2-core container (8 dense, 2 packed and 2 listed fields)."""
     size = 1024
     counts = [1 + i % 7 for i in range(size)]
     batch = Batch({
         **{f"dense_{i}": torch.zeros(size, 8) for i in range(8)},
         ROUTES: make_packed(counts, torch.uint8, (8, 2)),
-        SUPPORT: make_packed(counts, torch.int32, (4,)),
+        SUPPORT: ragged_of(counts) if ragged else make_packed(counts, torch.int32, (4,)),
         "images": [torch.zeros(2)] * size,
         "uids": ["uid"] * size,
     })  # fmt: skip
@@ -132,7 +143,7 @@ def test_slicing_costs_no_copy_and_little_time():
             times.append((time.thread_time() - begin) / 5)
         return min(times) * 1e6
 
-    assert best_us(1, size - 1) < 150  # three times what it takes, for slower machines
+    assert best_us(1, size - 1) < 100  # several times what it takes, for slower machines
 
 
 def test_operations_cost_their_result_and_not_the_batch():
@@ -140,6 +151,7 @@ def test_operations_cost_their_result_and_not_the_batch():
     batch = Batch({
         "token_ids": torch.zeros(size, 2),
         ROUTES: make_packed([1] * size, torch.uint8, (1, 1)),
+        SUPPORT: ragged_of([1] * size),
         "uids": ["uid"] * size,
         "extra": {"parts": [0] * size},
     })  # fmt: skip
@@ -194,6 +206,7 @@ def test_trap_49_each_field_leaves_as_one_buffer_of_its_exact_size():
         "rewards": torch.ones(4),
         ROUTES: make_packed(counts, torch.uint8, (6, 2)),
         SUPPORT: make_packed(counts, torch.int32, (8,)),
+        MARKS: ragged_of(counts, 3),
         "images": [torch.zeros(i, 10) for i in range(4)],
         "uids": list("abcd"),
     })  # fmt: skip
@@ -203,12 +216,15 @@ def test_trap_49_each_field_leaves_as_one_buffer_of_its_exact_size():
         sizes = [buffer.raw().nbytes for buffer in buffers]
         images = [image.nbytes for image in part["images"]]
         size = len(part)
-        assert sizes == [800 * size, 4 * size, 12 * rows, 32 * rows, *images]
+        ragged = [12 * rows, 8 * (rows + 1)]
+        assert sizes == [800 * size, 4 * size, 12 * rows, 32 * rows, *ragged, *images]
         assert len(data) < 2000
         loaded = pickle.loads(data, buffers=buffers)
         assert loaded == part
-        ours = np.frombuffer(buffers[2].raw(), dtype=np.uint8)
-        assert loaded[ROUTES].values.data_ptr() == ours.ctypes.data
+        received = [np.frombuffer(buffer.raw(), dtype=np.uint8).ctypes.data for buffer in buffers]
+        assert loaded[ROUTES].values.data_ptr() == received[2]
+        assert loaded[MARKS].values.data_ptr() == received[4]
+        assert loaded[MARKS].row_offsets.data_ptr() == received[5]
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))
@@ -216,6 +232,7 @@ def test_trap_49_a_slice_ships_only_its_own_rows(protocol):
     batch = Batch({
         "token_ids": torch.zeros(1000, 100),
         ROUTES: make_packed([50] * 1000, torch.uint8, (6, 2)),
+        SUPPORT: ragged_of([50] * 1000),
         "images": list(torch.zeros(1000, 300)),
     })  # fmt: skip
     assert len(pickle.dumps(batch[3:5], protocol=protocol)) < 10_000
@@ -236,9 +253,10 @@ def test_metadata_and_rules_travel():
     assert deep["rewards"].data_ptr() != batch["rewards"].data_ptr()
 
 
-def test_read_only_pages_hold_packed_fields_and_other_fields_are_private(tmp_path):
+@pytest.mark.parametrize("ragged", [False, True])
+def test_read_only_pages_hold_packed_fields_and_other_fields_are_private(ragged, tmp_path):
     # the pages are mapped without write permission: a write ends this process
-    source = make_batch(3)
+    source = make_batch(3, ragged=ragged)
     buffers: list[Any] = []
     data = pickle.dumps(source, protocol=5, buffer_callback=buffers.append)
     received = []
@@ -254,8 +272,9 @@ def test_read_only_pages_hold_packed_fields_and_other_fields_are_private(tmp_pat
     batch["token_ids"].zero_()
     batch["images"][0].zero_()
     batch["extra"]["scores"].add_(1)
-    batch.clone()[ROUTES].values.zero_()
-    assert batch[ROUTES] == source[ROUTES]
+    for name in (ROUTES, SUPPORT, MARKS):
+        batch.clone()[name].values.zero_()
+        assert batch[name] == source[name]
 
 
 @pytest.mark.parametrize(
@@ -326,15 +345,22 @@ def test_without_the_package_tensordict_is_asked_for_by_name():
                 call()
 
 
+@pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("size", [0, 1, 3])
-def test_a_tensordict_holds_every_kind_over_the_same_rows(size):
+def test_a_tensordict_holds_every_kind_over_the_same_rows(size, ragged):
     package = pytest.importorskip("tensordict")
-    batch = make_batch(size, metadata={"step": 4, "names": ["a", "b"]})
+    batch = make_batch(size, ragged=ragged, metadata={"step": 4, "names": ["a", "b"]})
     made = batch.to_tensordict()
     assert isinstance(made, package.TensorDict)
     assert tuple(made.batch_size) == (size,)
     assert made[ROUTES].is_nested
     assert made[ROUTES].values().data_ptr() == batch[ROUTES].values.data_ptr()
+    ids, widths = made[MARKS, "ragged_ids"], made[MARKS, "ragged_widths"]
+    assert ids.values().data_ptr() == batch[MARKS].values.data_ptr()
+    for part, trajectory in enumerate(model_of(batch)):
+        rows = trajectory[MARKS]
+        assert ids[part].tolist() == [token for row in rows for token in row]
+        assert widths[part].tolist() == [len(row) for row in rows]
     assert made["rewards"].data_ptr() == batch["rewards"].data_ptr()
     again = Batch.from_tensordict(made, registry=batch.registry)
     check(again, model_of(batch), batch)
@@ -354,6 +380,25 @@ def test_a_tensordict_is_refused_where_it_is_no_batch():
         Batch.from_tensordict(source)
     batch = Batch.from_tensordict(source, lengths={"a.rows": [1, 2]})
     assert batch["a"]["rows"].lengths == (1, 2)
+    ragged = ragged_of([1, 2])
+    source = Batch({"a": {"rows": ragged.to("meta")}}).to_tensordict()
+    with pytest.raises(TypeError, match=r"^Batch\.from_tensordict: a\.rows: on meta it needs len"):
+        Batch.from_tensordict(source, lengths={"a.rows": [1, 2]})
+    known = {"lengths": {"a.rows": [1, 2]}, "widths": {"a.rows": [2, 2, 2]}}
+    assert Batch.from_tensordict(source, **known)["a"]["rows"].widths.tolist() == [2, 2, 2]
+    source = Batch({"x": ragged}).to_tensordict()
+    for known, message in (
+        ({"lengths": {"x": [2, 1]}}, "lengths and cu_seqlens differ at trajectory 0"),
+        ({"widths": {"x": [2, 1, 3]}}, "widths and row_offsets differ at trajectory 1, row 0"),
+    ):
+        with pytest.raises(ValueError, match=rf"^Batch\.from_tensordict: x: .*{message}"):
+            Batch.from_tensordict(source, **known)
+    source["x", "ragged_ids"] = make_packed([3, 3], torch.int32, ()).to_nested()
+    with pytest.raises(ValueError, match="x: ragged_widths of trajectory 0 do not sum to its ids"):
+        Batch.from_tensordict(source)
+    source["x", "ragged_ids"] = torch.zeros(2, 3).int()
+    with pytest.raises(TypeError, match="x: ragged_ids must be a nested tensor"):
+        Batch.from_tensordict(source)
     clash = Batch({"x": torch.zeros(2)}, metadata={"x": 1})
     with pytest.raises(ValueError, match=r"^Batch\.to_tensordict: metadata 'x' has no name of its"):
         clash.to_tensordict()

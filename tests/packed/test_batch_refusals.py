@@ -9,6 +9,7 @@ import torch
 from packhorse.packed.batch import Batch
 from packhorse.packed.buffer import join_trajectories, split_trajectories
 from packhorse.packed.fields import PACKED_FIELDS, FieldRegistry, PackedField
+from packhorse.packed.ragged import PackedRagged
 from packhorse.packed.tensor import PackedTensor
 from tests.packed.batch_model import ROUTES, SUPPORT, make_batch, model_of
 from tests.packed.helpers import make_packed
@@ -28,7 +29,8 @@ X = torch.zeros(3, 2)
         ({"x": torch.tensor(1)}, {}, ValueError, r"x must be \[B, \.\.\.\], got a tensor of n"),
         ({"x": X.to_sparse()}, {}, TypeError, "x must be dense, got layout torch.sparse"),
         ({"x": make_packed([1, 2]).to_nested()}, {}, TypeError, "x is nested; wrap it with Packed"),
-        ({"x": np.zeros(3)}, {}, TypeError, "x must be a tensor, a PackedTensor, a list .*array"),
+        ({"x": np.zeros(3)}, {}, TypeError,
+         "x must be a tensor, a PackedTensor or PackedRagged, a list .*, got ndarray"),
         ({"x": "abc"}, {}, TypeError, "x must be a tensor, .*, got str"),
         ({"x": None}, {}, TypeError, "x must be a tensor, .*, got NoneType"),
         ({"x": {"y": 3}}, {}, TypeError, r"x\.y must be a tensor, .*, got int"),
@@ -46,6 +48,11 @@ X = torch.zeros(3, 2)
         ({ROUTES: make_packed([1], torch.int64, (2, 2))}, {}, TypeError,
          f"{ROUTES} must be torch.uint8 or torch.int16 or torch.int32, got torch.int64"),
         ({ROUTES: make_packed([1], torch.uint8, (2,))}, {}, ValueError, f"{ROUTES} must have rows"),
+        ({SUPPORT: X.int()}, {}, TypeError,
+         f"{SUPPORT} must be a PackedTensor or a PackedRagged, got Tensor"),
+        ({ROUTES: PackedRagged.empty([1])}, {}, TypeError,
+         f"{ROUTES} must be a PackedTensor, got PackedRagged"),
+        ({"x": X, "y": PackedRagged.empty([1, 0])}, {}, ValueError, "y has 2 trajectories"),
         ({SUPPORT: make_packed([1], torch.uint8, (2,))}, {}, TypeError, f"{SUPPORT} must be torch"),
         ({SUPPORT: make_packed([1], torch.int32, (2, 2))}, {}, ValueError, f"{SUPPORT} must have"),
     ],

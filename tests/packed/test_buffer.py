@@ -11,6 +11,7 @@ import torch
 
 from packhorse.packed.batch import Batch
 from packhorse.packed.buffer import join_trajectories, split_trajectories
+from packhorse.packed.ragged import PackedRagged
 from packhorse.packed.tensor import PackedTensor
 from tests.packed.batch_model import ROUTES, SUPPORT, check, flat, make_batch, model_of
 from tests.packed.helpers import make_packed
@@ -23,8 +24,11 @@ def bits(batch: Batch) -> dict[str, object]:
         parts = field if isinstance(field, tuple) else (field,)
         found[path] = []
         for part in parts:
-            offsets = part.cu_seqlens.tolist() if isinstance(part, PackedTensor) else None
-            rows = part.values if isinstance(part, PackedTensor) else part
+            offsets, rows = [], part
+            if isinstance(part, PackedTensor | PackedRagged):
+                offsets, rows = part.cu_seqlens.tolist(), part.values
+            if isinstance(part, PackedRagged):
+                offsets += part.row_offsets.tolist()
             if isinstance(rows, torch.Tensor):
                 data = rows.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
                 found[path].append((data, rows.shape, rows.dtype, offsets))
@@ -37,7 +41,7 @@ def bits(batch: Batch) -> dict[str, object]:
 @pytest.mark.parametrize("seed", range(20))
 def test_any_subset_joins_bit_for_bit(seed, copy, device):
     rng = random.Random(seed)
-    batch = make_batch(6, seed, device=device)
+    batch = make_batch(6, seed, ragged=seed % 2 == 1, device=device)
     batch["odd"] = torch.tensor([float("nan"), -0.0, 0.0, float("inf"), 1e-45, -1.0], device=device)
     items = split_trajectories(batch, copy=copy)
     assert [len(item) for item in items] == [1] * 6
@@ -52,16 +56,20 @@ def test_items_are_private_and_travel_alone():
     batch = Batch({
         "token_ids": torch.arange(400).view(4, 100),
         ROUTES: make_packed([5, 0, 7, 3], torch.uint8, (6, 2)),
+        SUPPORT: PackedRagged.from_lengths(torch.arange(22).int(), [7, *[1] * 15], [5, 0, 8, 3]),
     }, metadata={"version": 2})  # fmt: skip
     before = bits(batch)
     items = split_trajectories(batch)
     assert [item[ROUTES].values.untyped_storage().nbytes() for item in items] == [60, 0, 84, 36]
+    assert [item[SUPPORT].values.untyped_storage().nbytes() for item in items] == [44, 0, 32, 12]
     assert [item["token_ids"].untyped_storage().nbytes() for item in items] == [800] * 4
-    assert len(pickle.dumps(items[0], protocol=5)) < 800 + 60 + 1500
+    assert len(pickle.dumps(items[0], protocol=5)) < 800 + 60 + 44 + 48 + 1500
     received = [pickle.loads(pickle.dumps(item, protocol=5)) for item in items]
     for item in items:
         item["token_ids"].zero_()
         item[ROUTES].values.zero_()
+        item[SUPPORT].values.zero_()
+        item[SUPPORT].row_offsets.zero_()
     assert bits(batch) == before == bits(join_trajectories(received))
     assert received[3].metadata == {"version": 2}
 

@@ -19,6 +19,7 @@ from packhorse.packed.fields import (
     router_padding_mask,
 )
 from packhorse.packed.tensor import PackedTensor
+from tests.packed import ragged_model
 from tests.packed.helpers import as_lists, make_packed
 
 ROUTES, SUPPORT = "rollout_expert_indices", "rollout_sample_support"
@@ -47,6 +48,7 @@ def test_the_registry_is_the_table_of_the_design():
     assert support.dtypes == (torch.int32,)
     assert (routes.row_shape, support.row_shape) == ((None, None), (None,))
     assert (routes.fill, support.fill) == (DUMMY_ROUTE, -1)
+    assert (routes.ragged, support.ragged) == (False, True)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
@@ -69,10 +71,32 @@ def test_padding_and_synthetic_rows_follow_the_domain(count, device):
     assert as_lists(free.padding(entropy, count)) == [[]] * count
 
 
+@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("first", [[[5], [], [6, 7]], [[]], []])
+def test_padding_and_synthetic_rows_of_a_ragged_support_are_empty(first, count, device):
+    support = ragged_model.build([first, [[8, 9]]], device)
+    rule = PACKED_FIELDS[SUPPORT]
+    rule.check("f", support)
+    rule.check_lengths("f", support, [9, 9], [len(first), 1])
+    padded = rule.padding(support, count)
+    ragged_model.check(padded, [[[]] * len(first)] * count)
+    ragged_model.check(rule.synthetic(support, count), [[]] * count)
+    assert padded.device == support.device
+    assert as_lists(padded.to_padded(4)) == [[[-1] * 4] * len(first)] * count
+    with pytest.raises(ValueError, match=f"^f: {SUPPORT} of trajectory 1 has 1 rows for 2 respons"):
+        rule.check_lengths("f", support, [9, 9], [len(first), 2])
+    with pytest.raises(TypeError, match=f"^f: {ROUTES} must be a PackedTensor, got PackedRagged"):
+        PACKED_FIELDS[ROUTES].check("f", support)
+    with pytest.raises(TypeError, match=f"^f: {SUPPORT} must be a PackedTensor or a PackedRagged,"):
+        rule.check("f", support.values)
+
+
 def test_the_rows_of_padding_are_those_of_trajectory_0_when_it_has_none():
     support = make_packed([0, 2], torch.int32, (4,))
     assert as_lists(PACKED_FIELDS[SUPPORT].padding(support, 2)) == [[], []]
     assert as_lists(PACKED_FIELDS[SUPPORT].padding(support[:0], 1)) == [[]]
+    ragged = ragged_model.build([])
+    ragged_model.check(PACKED_FIELDS[SUPPORT].padding(ragged, 2), [[], []])
 
 
 # --- a field of the user's own --------------------------------------------------------------------
@@ -145,6 +169,12 @@ def test_row_counts_that_the_domain_allows_pass():
          "x: dummy routes need"),
         (lambda: PackedField("x", "captured", (torch.half,), (1, 2), DUMMY_ROUTE), TypeError,
          "x: dummy routes need integer"),
+        *[(lambda dtype=dtype, shape=shape, fill=fill: PackedField(
+              "x", "any", (dtype,), shape, fill, ragged=True), ValueError, "x: ragged needs rows")
+          for dtype, shape, fill in ((torch.int64, (None,), -1), (torch.int32, (4,), -1),
+                                     (torch.int32, (None, None), -1), (torch.int32, (None,), 0))],
+        (lambda: PackedField("x", "any", (torch.int32,), (None,), -1, ragged=1), TypeError,
+         "x: ragged must be a bool, got int"),
         (lambda: FieldRegistry(["routes"]), TypeError, "FieldRegistry: a rule must be a PackedFie"),
         (lambda: FieldRegistry([ENTROPY, ENTROPY]), ValueError, "rollout_entropy is registered al"),
         (lambda: PACKED_FIELDS.with_field(PACKED_FIELDS[SUPPORT]), ValueError, "is registered alr"),
