@@ -100,7 +100,6 @@ def validate_batch(
     _check_appended(tokens, trained & appended)
     for path, leaf in leaves(batch.fields):
         if path in batch.registry and path not in PACKED_FIELDS:
-            assert isinstance(leaf, PackedTensor)
             batch.registry[path].check_lengths(
                 _NAME, leaf, tokens.lengths.tolist(), tokens.responses.tolist()
             )

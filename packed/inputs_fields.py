@@ -222,8 +222,7 @@ def support_of(
             raise TypeError(
                 f"{name}: {SUPPORT_FIELD} is a {type(value).__name__} already, ragged={ragged}"
             )
-        if isinstance(value, PackedTensor):
-            PACKED_FIELDS[SUPPORT_FIELD].check(name, value)
+        PACKED_FIELDS[SUPPORT_FIELD].check(name, value)
         rows, tokens = np.diff(value.bounds), np.array([ids.size for ids in responses])
         if (rows != tokens).any():
             i = int(np.argmax(rows != tokens))

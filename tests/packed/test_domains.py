@@ -10,6 +10,7 @@ from packhorse.packed.batch import Batch
 from packhorse.packed.domains import validate_batch
 from packhorse.packed.fields import PACKED_FIELDS, FieldRegistry, PackedField
 from packhorse.packed.inputs import make_inputs, select_for_logprobs
+from packhorse.packed.ragged import PackedRagged
 from packhorse.packed.tensor import PackedTensor
 from tests.packed.inputs_model import PAD, PADDINGS, E, K, L, V, make_output
 from tests.packed.trace_helpers import add_turn, make_trace, rows
@@ -18,8 +19,18 @@ SIZES = {"vocab_size": V, "num_experts": E, "num_layers": L, "topk": K}
 ROUTES, SUPPORT = "rollout_expert_indices", "rollout_sample_support"
 
 
-def inputs_of(output: dict, padding: str = "left") -> Batch:
-    return make_inputs(output, padding=padding, pad_token_id=PAD, vocab_size=V, num_experts=E)
+def inputs_of(output: dict, padding: str = "left", ragged: bool = False) -> Batch:
+    return make_inputs(
+        output, padding=padding, pad_token_id=PAD, vocab_size=V, num_experts=E, ragged=ragged
+    )
+
+
+def ragged_of(batch: Batch) -> Batch:
+    """The same support, each row as wide as it is."""
+    fixed = batch[SUPPORT]
+    widths = (fixed.values >= 0).sum(1).tolist()
+    ids = fixed.values[fixed.values >= 0]
+    return batch.with_fields({SUPPORT: PackedRagged.from_lengths(ids, widths, fixed.lengths)})
 
 
 # --- legal ----------------------------------------------------------------------------------------
@@ -28,7 +39,7 @@ def inputs_of(output: dict, padding: str = "left") -> Batch:
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("seed", range(10))
 def test_what_an_engine_returned_is_legal_also_padded_sliced_and_in_any_order(padding, seed):
-    batch = inputs_of(make_output(seed), padding)
+    batch = inputs_of(make_output(seed), padding, ragged=seed % 2 == 1)
     validate_batch(batch, **SIZES)
     validate_batch(batch)
     validate_batch(select_for_logprobs(batch), **SIZES)
@@ -105,7 +116,10 @@ def test_a_mutated_batch_is_refused_where_plain_loops_refuse_it(seed):
         batch[SUPPORT] = PackedTensor(
             batch[SUPPORT].values.roll(shift, 0), batch[SUPPORT].cu_seqlens
         )
-    if is_legal(batch):
+    legal = is_legal(batch)
+    if seed % 2:
+        batch = ragged_of(batch)
+    if legal:
         validate_batch(batch, **SIZES)
     else:
         with pytest.raises(ValueError, match=r"^validate_batch: .* of trajectory \d"):
@@ -192,8 +206,9 @@ def test_a_support_one_trajectory_off_is_named_by_its_ids_where_lengths_are_equa
         ValueError, match=r"^validate_batch: rollout_sample_support of trajectory 0"
     ):
         validate_batch(batch)
-    with pytest.raises(ValueError, match=f"has the rows of the {which} one: one trajectory off$"):
-        validate_batch(batch)
+    for form in (batch, ragged_of(batch)):
+        with pytest.raises(ValueError, match=f"the rows of the {which} one: one trajectory off$"):
+            validate_batch(form)
 
 
 def test_a_field_of_another_order_is_named():
@@ -235,6 +250,8 @@ def test_a_support_one_token_off_is_named(shift, how, what):
         rf" own: one token {how}$",
     ):
         validate_batch(batch.drop(["loss_mask"]))
+    with pytest.raises(ValueError, match=rf": one token {how}$"):
+        validate_batch(ragged_of(batch.drop(["loss_mask"])))
     one = distinct_batch()
     one[SUPPORT] = PackedTensor.cat([one[SUPPORT][:3], batch[SUPPORT][3:]])
     with pytest.raises(ValueError, match=r"trajectory 3, row \d.* in trajectory 3 each row holds"):

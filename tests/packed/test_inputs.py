@@ -8,6 +8,7 @@ import torch
 
 from packhorse.packed.collate import SupportRows
 from packhorse.packed.inputs import make_inputs, select_for_logprobs, token_masks
+from packhorse.packed.ragged import PackedRagged
 from packhorse.packed.tensor import PackedTensor
 from packhorse.packed.trajectory import generator_output, pack_trajectories
 from packhorse.replay.layout import TokenLayout, columns_from_mask
@@ -150,6 +151,26 @@ def test_fields_in_any_form_make_the_same_batch():
     assert make_inputs(arrays, **OPTIONS).equal(plain)
     packed = output | {"rollout_sample_support": plain["rollout_sample_support"]}
     assert make_inputs(packed, **OPTIONS).equal(plain)
+
+
+def test_a_ragged_support_holds_the_same_ids():
+    output = make_output(8, size=5)
+    plain = make_inputs(output, **OPTIONS)
+    ragged = make_inputs(output, ragged=True, **OPTIONS)
+    support = ragged["rollout_sample_support"]
+    assert isinstance(support, PackedRagged)
+    assert support.to_padded().equal(plain["rollout_sample_support"])
+    assert ragged.drop(["rollout_sample_support"]).equal(plain.drop(["rollout_sample_support"]))
+    given = output | {"rollout_sample_support": support}
+    assert make_inputs(given, ragged=True, **OPTIONS).equal(ragged)
+    cut = make_inputs(given, ragged=True, max_length=7, **OPTIONS)
+    assert cut.equal(make_inputs(output, ragged=True, max_length=7, **OPTIONS))
+    with pytest.raises(TypeError, match=r"^make_inputs: rollout_sample_support is a PackedRag"):
+        make_inputs(given, **OPTIONS)
+    with pytest.raises(ValueError, match=r"^make_inputs: support_width is not of a ragged"):
+        make_inputs(output, ragged=True, support_width=9, **OPTIONS)
+    with pytest.raises(ValueError, match=r"^make_inputs: rollout_sample_support of trajectory \d"):
+        make_inputs(given | {"rollout_sample_support": support[::-1]}, ragged=True, **OPTIONS)
 
 
 def test_a_reward_of_a_trajectory_is_that_of_its_last_response_token():
