@@ -33,7 +33,7 @@ def check_kind(function: str, value: Any, what: str = "value") -> None:
 def check_shippable(function: str, value: Any) -> None:
     """A ``TypeError`` or ``ValueError`` where ``value`` is no batch, or not all on the host."""
     check_kind(function, value)
-    for path, held in _tensors(value):
+    for path, held in tensors_of(value, metadata=True):
         if held.device.type != "cpu":
             raise ValueError(
                 f"{function}: {path} is on {held.device}; only host memory is shipped, move it"
@@ -43,8 +43,8 @@ def check_shippable(function: str, value: Any) -> None:
             raise ValueError(f"{function}: {path} requires grad; ship its detach()")
 
 
-def _tensors(value: Shippable) -> Iterator[tuple[str, Any]]:
-    """(path, tensor or packed field) of all that ``value`` holds, its metadata included."""
+def tensors_of(value: Shippable, *, metadata: bool = False) -> Iterator[tuple[str, Any]]:
+    """(path, tensor or packed field) of all that ``value`` holds, on request its metadata too."""
     if not isinstance(value, Batch):
         yield "values", value
         return
@@ -55,7 +55,7 @@ def _tensors(value: Shippable) -> Iterator[tuple[str, Any]]:
         for i, thing in enumerate(leaf):
             if isinstance(thing, Tensor | PackedTensor | PackedRagged):
                 yield f"{path} of trajectory {i}", thing
-    for key, thing in value.metadata.items():
+    for key, thing in value.metadata.items() if metadata else ():
         if isinstance(thing, Tensor | PackedTensor | PackedRagged):
             yield f"metadata {key!r}", thing
 
