@@ -11,8 +11,7 @@ float32 logprobs.
 Sizes: L captured layers, K experts a token, E experts, V vocabulary, C width of the support.
 """
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
@@ -22,23 +21,38 @@ from torch import Tensor
 
 from packhorse._nvtx import ranged
 from packhorse.packed.host import (
+    INT32_MAX,
     accumulate,
     as_int64,
     check_total,
     host_count,
     host_ints,
     row_place,
-    tensor_array,
 )
-from packhorse.packed.sentinels import MISSING_EXPERT, NO_CANDIDATE
+from packhorse.packed.host_arrays import (
+    check_sequence,
+    checked_lengths,
+    float_array,
+    integer_array,
+    positive,
+    rows_between,
+)
+from packhorse.packed.pool import count_threads, run_tasks
+from packhorse.packed.route_checks import (
+    check_all_routes,
+    check_id_range,
+    check_routes,
+    expert_layers,
+)
+from packhorse.packed.sentinels import NO_CANDIDATE
 from packhorse.packed.tensor import PackedTensor
 
 ROUTES_FIELD: Final = "rollout_expert_indices"
 SUPPORT_FIELD: Final = "rollout_sample_support"
 LOGPROBS_FIELD: Final = "rollout_logprobs"
 
-#: (row, layer) pairs that one look for repeated experts covers: K planes of them stay in the cache.
-_PAIRS_AT_ONCE: Final = 1 << 16
+#: Bytes that one task of the pool writes; a result that is no larger is written by the caller.
+_BYTES_OF_TASK: Final = 4 << 20
 
 
 class SupportRows(NamedTuple):
@@ -66,23 +80,35 @@ def pack_routes(
     routes: Sequence[np.ndarray | Tensor],
     lengths: Sequence[int],
     *,
-    num_experts: int,
+    num_experts: int | None,
     topk: int,
     num_layers: int,
     moe_layers: Sequence[int] | None = None,
+    check_content: bool = True,
+    num_threads: int | None = None,
 ) -> PackedTensor:
     """Join the routes of B trajectories.
 
+    Every shape and id is checked, then the rows are copied once, into the final allocation, by
+    several threads, which also are the first to touch its pages.
+
     Args:
         routes: B host arrays or CPU tensors [rows_i, L, K] of any integer dtype (vLLM
-            ``routed_experts``), rows_i at most ``lengths[i]``: row t is the route of token t, and
-            the number of rows is the captured prefix. [0, L, K] where nothing was captured.
+            ``routed_experts``) and memory layout, rows_i at most ``lengths[i]``: row t is the route
+            of token t, and the number of rows is the captured prefix. [0, L, K] where nothing was
+            captured.
         lengths: B numbers of tokens, prompt and response.
-        num_experts: E. Ids are in [0, E), and the dtype of the result holds E.
+        num_experts: E. Ids are in [0, E), and the dtype of the result holds E. None where it is not
+            known: the dtype then holds the largest id that is there, so batches may differ in it.
         topk: K.
         num_layers: L.
         moe_layers: captured layers, from 0, that have experts; the others are dense and must hold
             zeros. By default all.
+        check_content: False leaves the ids to ``validate_routes``, which counts the same faults on
+            the device. Types and shapes are checked all the same, and so is the range of ids that
+            change their dtype, since one out of range could become one in range.
+        num_threads: by default one for each CPU that affinity and control groups let this process
+            use, at most 16. Small batches take one.
 
     Returns:
         [N, L, K] uint8 for E <= 256, int16 for E <= 32768, else int32.
@@ -92,120 +118,131 @@ def pack_routes(
         ValueError: a length is negative; a shape is wrong, or there are more rows than tokens; an
             id is negative or not below E, is repeated in a row, or stands in a dense layer; with
             K > 1, a layer of experts is all zeros, which is how an engine that captured nothing
-            looks.
+            looks. Of several wrong trajectories the first is named.
+
+    Example:
+        >>> ids = np.array([[[3, 1]], [[0, 2]]])  # two tokens, one layer, two experts each
+        >>> packed = pack_routes([ids, ids[:1]], [3, 1], num_experts=8, topk=2, num_layers=1)
+        >>> packed.values[:, 0].tolist(), packed.lengths, packed.dtype
+        ([[3, 1], [0, 2], [3, 1]], (2, 1), torch.uint8)
     """
     name = "pack_routes"
-    num_experts, topk, num_layers = (
-        _positive(value, f"{name}: {what}")
-        for value, what in (
-            (num_experts, "num_experts"),
-            (topk, "topk"),
-            (num_layers, "num_layers"),
-        )
+    if num_experts is not None:
+        num_experts = positive(num_experts, f"{name}: num_experts")
+        check_total(name, num_experts, "experts")
+    topk, num_layers = (
+        positive(value, f"{name}: {what}")
+        for value, what in ((topk, "topk"), (num_layers, "num_layers"))
     )
-    check_total(name, num_experts, "experts")
     check_total(name, num_layers, "layers")
-    if topk > num_experts:
+    if num_experts is not None and topk > num_experts:
         raise ValueError(f"{name}: topk={topk} is above num_experts={num_experts}")
-    experts_at = _moe_layers(name, moe_layers, num_layers)
-    tokens = _lengths(name, "lengths", lengths)
-    _check_sequence(name, ROUTES_FIELD, routes, tokens.size, "lengths")
+    experts_at = expert_layers(name, moe_layers, num_layers)
+    if not isinstance(check_content, bool):
+        raise TypeError(f"{name}: check_content must be a bool, got {check_content!r}")
+    if num_threads is not None:
+        num_threads = count_threads(num_threads, name)
+    tokens = checked_lengths(name, "lengths", lengths)
+    check_sequence(name, ROUTES_FIELD, routes, tokens.size, "lengths")
 
-    arrays = []
-    for i, given in enumerate(routes):
-        where = f"{name}: {ROUTES_FIELD} of trajectory {i}"
-        if given is None:
-            raise TypeError(f"{where} is None; pass [0, L, K] where nothing was captured")
-        ids = _integer_array(given, where)
-        if ids.ndim != 3:
-            raise ValueError(f"{where} must be [rows, L, K], got shape {ids.shape}")
-        for what, size, expected in (
-            ("layers", ids.shape[1], num_layers),
-            ("experts a token", ids.shape[2], topk),
-        ):
-            if size != expected:
-                raise ValueError(
-                    f"{where} has {size} {what}, expected {expected} (shape {ids.shape})"
-                )
-        if ids.shape[0] > tokens[i]:
-            raise ValueError(
-                f"{where} has {ids.shape[0]} rows for {tokens[i]} tokens; a token has one at most"
-            )
-        arrays.append(ids)
+    def where(i: int) -> str:
+        return f"{name}: {ROUTES_FIELD} of trajectory {i}"
+
+    arrays, wrong = _route_arrays(where, routes, tokens, (num_layers, topk))
     bounds = accumulate(name, np.array([ids.shape[0] for ids in arrays], dtype=np.int64))
-    for i, ids in enumerate(arrays):
-        _check_routes(f"{name}: {ROUTES_FIELD} of trajectory {i}", ids, num_experts, experts_at)
-
-    values = torch.empty((int(bounds[-1]), num_layers, topk), dtype=routes_dtype(num_experts))
-    rows = values.numpy()
-    for ids, start, stop in zip(arrays, bounds[:-1], bounds[1:], strict=True):
-        np.copyto(rows[start:stop], ids, casting="unsafe")  # every id is known to fit
-    return PackedTensor.from_lengths(values, np.diff(bounds).tolist())
-
-
-def _moe_layers(name: str, moe_layers: Sequence[int] | None, num_layers: int) -> np.ndarray:
-    """[L] bool: whether a captured layer has experts."""
-    if moe_layers is None:
-        return np.ones(num_layers, dtype=np.bool_)
-    layers = host_ints(moe_layers, f"{name}: moe_layers")
-    outside = (layers < 0) | (layers >= num_layers)
-    if outside.any():
-        raise ValueError(f"{name}: moe_layers has {layers[outside][0]}, not in [0, {num_layers})")
-    mask = np.zeros(num_layers, dtype=np.bool_)
-    mask[layers] = True
-    if mask.sum() != layers.size:
-        raise ValueError(f"{name}: moe_layers names a layer twice")
-    return mask
-
-
-def _check_routes(where: str, ids: np.ndarray, num_experts: int, experts_at: np.ndarray) -> None:
-    """The content of one trajectory's ``ids`` [rows, L, K]."""
-    if ids.size == 0:
-        return
-    if ids.min() < 0 or ids.max() >= num_experts:
-        outside = (ids < 0) | (ids >= num_experts)
-        row, layer, k = np.unravel_index(np.argmax(outside), ids.shape)
-        where = f"{where}, row {row}, layer {layer}"
-        expert = ids[row, layer, k]
-        if expert >= num_experts:
-            raise ValueError(f"{where}: expert {expert} is not below num_experts={num_experts}")
-        if expert != MISSING_EXPERT:
-            raise ValueError(f"{where}: expert {expert} is negative")
-        if (ids[row, layer] == MISSING_EXPERT).all():
-            raise ValueError(f"{where}: no route (all -1); rows end where the captured prefix ends")
-        raise ValueError(f"{where}: a partial -1, {ids[row, layer].tolist()}")
-
-    if not experts_at.all():
-        dense = ids[:, ~experts_at]
-        if dense.any():
-            row, nth, _ = np.unravel_index(np.argmax(dense != 0), dense.shape)
-            layer = np.flatnonzero(~experts_at)[nth]
-            raise ValueError(
-                f"{where}, row {row}, layer {layer}: {ids[row, layer].tolist()} in a dense layer; "
-                "name it in moe_layers if it has experts"
-            )
-        ids = ids[:, experts_at]
-    topk = ids.shape[2]
-    pairs = ids.reshape(-1, topk)
-    for start in range(0, pairs.shape[0], _PAIRS_AT_ONCE):
-        planes = np.ascontiguousarray(pairs[start : start + _PAIRS_AT_ONCE].T)
-        if not any((planes[k:] == planes[:-k]).any() for k in range(1, topk)):
-            continue
-        in_order = np.sort(planes, axis=0)
-        repeated = in_order[1:] == in_order[:-1]
-        pair = int(np.argmax(repeated.any(axis=0)))
-        row, nth = divmod(start + pair, ids.shape[1])
-        layer = np.flatnonzero(experts_at)[nth]
-        if not ids[:, nth].any():
-            raise ValueError(
-                f"{where}, row {row}, layer {layer}: all zeros, as in all {ids.shape[0]} rows: the "
-                "engine captured nothing there (or the layer is dense: leave it out of moe_layers)"
-            )
-        expert = in_order[np.argmax(repeated[:, pair]), pair]
-        raise ValueError(
-            f"{where}, row {row}, layer {layer}: expert {expert} is repeated in "
-            f"{ids[row, nth].tolist()}"
+    offsets = bounds.tolist()
+    if num_threads is None:
+        small = offsets[-1] * num_layers * topk <= _BYTES_OF_TASK
+        num_threads = 1 if small else count_threads(None, name)
+    limit = INT32_MAX + 1 if num_experts is None else num_experts
+    if check_content:
+        largest = check_all_routes(
+            where, arrays, offsets, limit, experts_at, num_threads=num_threads
         )
+    else:
+        kept = np.uint8 if num_experts is None else _numpy_dtype(num_experts)
+        if all(ids.dtype == kept for ids in arrays):
+            largest = np.iinfo(kept).max
+        else:
+            largest = check_id_range(where, arrays, offsets, limit, num_threads=num_threads)
+    if wrong is not None:
+        raise wrong
+    if num_experts is None:
+        num_experts = largest + 1
+    shape = (offsets[-1], num_layers, topk)
+    rows = _joined_rows(arrays, offsets, shape, _numpy_dtype(num_experts), num_threads)
+    return PackedTensor.from_lengths(torch.from_numpy(rows), np.diff(bounds).tolist())
+
+
+def _route_arrays(
+    where: Callable[[int], str], routes: Any, tokens: np.ndarray, row_shape: tuple[int, int]
+) -> tuple[list[np.ndarray], TypeError | ValueError | None]:
+    """The arrays of ``routes`` up to the first of a wrong type or shape, and what is wrong of it.
+
+    The ids of those before it are still to be looked at: one of them is named first.
+    """
+    arrays: list[np.ndarray] = []
+    for given, num_tokens in zip(routes, tokens.tolist(), strict=True):
+        try:
+            ids = given
+            if type(given) is not np.ndarray or given.dtype.kind not in "iu":
+                ids = _odd_array(given, where(len(arrays)))
+            if ids.shape[1:] != row_shape or ids.shape[0] > num_tokens:
+                _refuse_shape(where(len(arrays)), ids.shape, num_tokens, row_shape)
+        except (TypeError, ValueError) as error:
+            return arrays, error
+        arrays.append(ids)
+    return arrays, None
+
+
+def _odd_array(given: Any, where: str) -> np.ndarray:
+    if given is None:
+        raise TypeError(f"{where} is None; pass [0, L, K] where nothing was captured")
+    return integer_array(given, where)
+
+
+def _refuse_shape(
+    where: str, shape: tuple[int, ...], num_tokens: int, row_shape: tuple[int, int]
+) -> None:
+    if len(shape) != 3:
+        raise ValueError(f"{where} must be [rows, L, K], got shape {shape}")
+    for what, size, expected in zip(
+        ("layers", "experts a token"), shape[1:], row_shape, strict=True
+    ):
+        if size != expected:
+            raise ValueError(f"{where} has {size} {what}, expected {expected} (shape {shape})")
+    raise ValueError(
+        f"{where} has {shape[0]} rows for {num_tokens} tokens; a token has one at most"
+    )
+
+
+def _numpy_dtype(num_experts: int) -> np.dtype:
+    return np.dtype(str(routes_dtype(num_experts)).removeprefix("torch."))
+
+
+def _joined_rows(
+    arrays: Sequence[np.ndarray],
+    bounds: Sequence[int],
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    num_threads: int,
+) -> np.ndarray:
+    """The rows of all ``arrays`` one behind another in new memory; ``dtype`` holds each number.
+
+    The tasks are cut by bytes, not by arrays, so one long array is copied by all threads.
+    """
+    rows = np.empty(shape, dtype=dtype)  # NumPy asks for huge pages from 4 MiB on, torch does not
+    at_once = max(1, _BYTES_OF_TASK // max(1, rows.nbytes // max(1, shape[0])))
+    starts = range(0, shape[0], at_once)
+
+    def copy_rows(number: int) -> None:
+        part = rows[starts[number] : starts[number] + at_once]
+        start = starts[number]
+        parts = rows_between(arrays, bounds, start, start + part.shape[0])
+        np.concatenate(parts, out=part, casting="unsafe")
+
+    run_tasks(copy_rows, len(starts), num_threads)
+    return rows
 
 
 # --- support --------------------------------------------------------------------------------------
@@ -246,10 +283,10 @@ def pack_support(
             or makes the result larger than ``max_bytes``.
     """
     name = "pack_support"
-    vocab_size = _positive(vocab_size, f"{name}: vocab_size")
+    vocab_size = positive(vocab_size, f"{name}: vocab_size")
     check_total(name, vocab_size, "token ids")
     if width is not None:
-        width = _positive(width, f"{name}: width")
+        width = positive(width, f"{name}: width")
     max_bytes = host_count(max_bytes, f"{name}: max_bytes")
     token_ids, rows, counts, starts = checked_support(name, support, sampled_ids, vocab_size)
     widest = int(counts.max(initial=1))
@@ -327,21 +364,21 @@ def _support_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(ids [total] int64, ids of each row [N]) over all trajectories."""
     if isinstance(support, SupportRows):
-        token_ids, counts = _csr_rows(f"{name}: {SUPPORT_FIELD}", support)
+        token_ids, counts = csr_rows(f"{name}: {SUPPORT_FIELD}", support)
         if counts.size != response_lengths.sum():
             raise ValueError(
                 f"{name}: {SUPPORT_FIELD} has {counts.size} rows for {response_lengths.sum()} "
                 f"response tokens of {response_lengths.size} trajectories"
             )
         return token_ids, counts
-    _check_sequence(name, SUPPORT_FIELD, support, response_lengths.size, "sampled_ids")
+    check_sequence(name, SUPPORT_FIELD, support, response_lengths.size, "sampled_ids")
     parts = []
     for i, (given, num_tokens) in enumerate(zip(support, response_lengths, strict=True)):
         where = f"{name}: {SUPPORT_FIELD} of trajectory {i}"
         if isinstance(given, SupportRows):
-            part = _csr_rows(where, given)
+            part = csr_rows(where, given)
         elif isinstance(given, np.ndarray | Tensor):
-            array = _integer_array(given, where)
+            array = integer_array(given, where)
             if array.ndim != 2:
                 raise ValueError(f"{where} must be [response tokens, C], got shape {array.shape}")
             if array.shape[0] != num_tokens:
@@ -350,7 +387,7 @@ def _support_rows(
                 )
             part = as_int64(array, where).reshape(-1), np.full(array.shape[0], array.shape[1])
         else:
-            part = _listed_rows(where, given)
+            part = listed_rows(where, given)
         if part[1].size != num_tokens:
             raise ValueError(f"{where} has {part[1].size} rows for {num_tokens} response tokens")
         parts.append(part)
@@ -359,7 +396,8 @@ def _support_rows(
     return token_ids, np.concatenate([empty, *(part[1] for part in parts)])
 
 
-def _csr_rows(where: str, given: SupportRows) -> tuple[np.ndarray, np.ndarray]:
+def csr_rows(where: str, given: SupportRows) -> tuple[np.ndarray, np.ndarray]:
+    """(ids [total] int64, ids of each row) of rows whose offsets must fit their ids."""
     token_ids = host_ints(given.token_ids, f"{where}: token_ids")
     offsets = host_ints(given.row_offsets, f"{where}: row_offsets")
     ends = (0, token_ids.size)
@@ -368,7 +406,8 @@ def _csr_rows(where: str, given: SupportRows) -> tuple[np.ndarray, np.ndarray]:
     return token_ids, np.diff(offsets)
 
 
-def _listed_rows(where: str, given: Any) -> tuple[np.ndarray, np.ndarray]:
+def listed_rows(where: str, given: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(ids [total] int64, ids of each row) of a sequence of id sequences."""
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         raise TypeError(f"{where} must be a sequence of rows, got {type(given).__name__}")
     if all(isinstance(ids, list | tuple) for ids in given):  # engines': one pass over all ids
@@ -404,12 +443,12 @@ def check_logprobs(
             missing, NaN, infinite (in float32) or positive.
     """
     name = "check_logprobs"
-    tokens = _lengths(name, "response_lengths", response_lengths)
-    _check_sequence(name, LOGPROBS_FIELD, logprobs, tokens.size, "response_lengths")
+    tokens = checked_lengths(name, "response_lengths", response_lengths)
+    check_sequence(name, LOGPROBS_FIELD, logprobs, tokens.size, "response_lengths")
     checked = []
     for i, given in enumerate(logprobs):
         where = f"{name}: {LOGPROBS_FIELD} of trajectory {i}"
-        array = _float_array(given, where)
+        array = float_array(given, where)
         if array.shape != (tokens[i],):
             raise ValueError(f"{where} has shape {array.shape}, expected [{tokens[i]}]")
         bad = ~(np.isfinite(array) & (array <= 0))
@@ -422,67 +461,7 @@ def check_logprobs(
     return checked
 
 
-def _float_array(given: Any, where: str) -> np.ndarray:
-    if isinstance(given, Tensor):
-        if given.device.type != "cpu":
-            raise TypeError(f"{where} is on {given.device}; it must be on the host")
-        if not given.dtype.is_floating_point or given.is_nested or given.layout != torch.strided:
-            raise TypeError(f"{where} must hold floats, got {given.dtype}, {given.layout}")
-        given = given.detach().to(torch.float32).numpy()
-    elif isinstance(given, np.ndarray):
-        if given.dtype.kind != "f":
-            raise TypeError(f"{where} must hold floats, got {given.dtype}")
-    elif not isinstance(given, list | tuple):
-        raise TypeError(f"{where} must be an array or list of floats, got {type(given).__name__}")
-    try:
-        with np.errstate(over="ignore"):  # an overflow is reported as infinite
-            return np.ascontiguousarray(given, dtype=np.float32)  # None becomes NaN
-    except OverflowError:  # an int past float64
-        for token, value in enumerate(given):
-            if isinstance(value, int) and abs(value) > sys.float_info.max:
-                sign = "-" if value < 0 else ""
-                raise ValueError(f"{where}, token {token}: {sign}inf is not finite") from None
-        raise TypeError(f"{where} must hold floats only") from None
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with a gradient
-        raise TypeError(f"{where} must hold floats only") from None
-
-
-# --- validation -----------------------------------------------------------------------------------
-
-
-def _positive(value: Any, where: str) -> int:
-    count = host_count(value, where)
-    if count == 0:
-        raise ValueError(f"{where} must be positive, got 0")
-    return count
-
-
-def _lengths(name: str, what: str, given: Any) -> np.ndarray:
-    """[B] int64, none negative."""
-    lengths = host_ints(given, f"{name}: {what}")
-    if (lengths < 0).any():
-        i = int(np.argmax(lengths < 0))
-        raise ValueError(f"{name}: {what} of trajectory {i} is negative: {lengths[i]}")
-    return lengths
-
-
-def _check_sequence(name: str, field: str, given: Any, expected: int, beside: str) -> None:
-    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
-        raise TypeError(
-            f"{name}: {field} must be a sequence of one item a trajectory, got "
-            f"{type(given).__name__}"
-        )
-    if len(given) != expected:
-        raise ValueError(f"{name}: {field} has {len(given)} trajectories, {beside} has {expected}")
-
-
-def _integer_array(given: Any, where: str) -> np.ndarray:
-    if isinstance(given, Tensor):
-        if given.dtype == torch.bool:
-            raise TypeError(f"{where} must hold integers, got {given.dtype}")
-        return tensor_array(given, where)
-    if not isinstance(given, np.ndarray):
-        raise TypeError(f"{where} must be an array or a tensor, got {type(given).__name__}")
-    if given.dtype.kind not in "iu":
-        raise TypeError(f"{where} must hold integers, got {given.dtype}")
-    return given
+# names that other modules still import
+_check_routes, _moe_layers, _positive = check_routes, expert_layers, positive
+_csr_rows, _listed_rows = csr_rows, listed_rows
+_float_array, _integer_array = float_array, integer_array

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from packhorse._nvtx import ranged
-from packhorse.packed.collate import SupportRows, _positive, checked_support
+from packhorse.packed.collate import SupportRows, checked_support
 from packhorse.packed.host import check_total
+from packhorse.packed.host_arrays import positive
 from packhorse.packed.ragged import PackedRagged
 
 
@@ -56,7 +57,7 @@ def pack_ragged_support(
         ([7, 9, 4], [0, 2, 2, 3], (2, 1))
     """
     name = "pack_ragged_support"
-    vocab_size = _positive(vocab_size, f"{name}: vocab_size")
+    vocab_size = positive(vocab_size, f"{name}: vocab_size")
     check_total(name, vocab_size, "token ids")
     token_ids, _, counts, bounds = checked_support(name, support, sampled_ids, vocab_size)
     values = torch.from_numpy(token_ids.astype(np.int32))

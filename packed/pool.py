@@ -141,9 +141,9 @@ def _group_folders(groups: list[str], mounts: list[str]) -> Iterator[tuple[bool,
         if kind[0] == "cgroup" and "cpu" not in kind[2].split(","):
             continue
         root, mount_point = (_unescaped(field) for field in fields[3:5])
-        path = PurePosixPath(paths[kind[0]])
-        if path.is_relative_to(root):
-            parts = path.relative_to(root).parts
+        group = PurePosixPath(paths[kind[0]])
+        if group.is_relative_to(root):
+            parts = group.relative_to(root).parts
         else:  # the path of another namespace: what is mounted is this process's own group
             parts = ()
         folders = [Path(mount_point, *parts[:depth]) for depth in range(len(parts) + 1)]
