@@ -110,7 +110,7 @@ def spread_rectangles(tokens: list[int], budget: int, number: int) -> list[_Ids]
         else:
             least = middle + 1
     runs = _runs(tokens, order, most)
-    single = [ids for ids in runs if len(ids) == 1]
+    single: list[_Ids] = [ids for ids in runs if len(ids) == 1]
     heap = [(-_area(tokens, ids), ids) for ids in runs if len(ids) > 1]
     heapq.heapify(heap)
     while heap and len(heap) + len(single) < number:
