@@ -74,12 +74,12 @@ def make_batch(
 ) -> Batch:
     """Lengths uniform from ``shortest`` times ``width`` to ``width``, until they fill the bytes."""
     rng = np.random.default_rng(0)
-    draw = rng.random((256, LAYERS, num_experts), dtype=np.float32)
+    draw = rng.random((64, LAYERS, num_experts), dtype=np.float32)
     pattern = np.argpartition(draw, TOPK, axis=-1)[..., :TOPK].astype(dtype)
     per_row, rows, routes = pattern[0].nbytes, num_bytes // pattern[0].nbytes, []
     while rows * per_row > 0:
         length = min(rows, int(rng.integers(int(width * shortest), width + 1)))
-        repeats = -(-length // 256)
+        repeats = -(-length // 64)
         routes.append(np.tile(pattern, (repeats, 1, 1))[:length])
         rows -= length
     return Batch(routes, num_experts, width)
