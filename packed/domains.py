@@ -92,11 +92,11 @@ def validate_batch(
     trained = _mask(batch, LOSS_MASK_FIELD, tokens)
     appended = _mask(batch, APPENDED_FIELD, tokens)
     excused = _mask(batch, EXCUSED_FIELD, tokens)
-    _check_numbers(batch, tokens)
+    logprobs = _check_numbers(batch, tokens)
     if routes is not None:
         _check_routes(batch, routes, tokens, trained & ~(appended | excused), sizes[1:])
     if support is not None:
-        _check_support(support, tokens, trained, appended, sizes[0])
+        _check_support(support, tokens, trained, appended, logprobs, sizes[0])
     _check_appended(tokens, trained & appended)
     for path, leaf in leaves(batch.fields):
         if path in batch.registry and path not in PACKED_FIELDS:
@@ -272,7 +272,8 @@ def _check_inside(field: str, held: np.ndarray, tokens: _Tokens) -> None:
         )
 
 
-def _check_numbers(batch: Batch, tokens: _Tokens) -> None:
+def _check_numbers(batch: Batch, tokens: _Tokens) -> np.ndarray | None:
+    """[N] logprobs, where the batch has them."""
     found = {}
     for field in (LOGPROBS_FIELD, REWARDS_FIELD):
         if field not in batch:
@@ -296,6 +297,7 @@ def _check_numbers(batch: Batch, tokens: _Tokens) -> None:
             f"{_NAME}: {LOGPROBS_FIELD} of trajectory {i}, column {column}: {logprobs[i, column]}"
             f" is positive{hint}"
         )
+    return None if logprobs is None else logprobs[tokens.within]
 
 
 def _check_appended(tokens: _Tokens, trained: np.ndarray) -> None:
@@ -404,6 +406,7 @@ def _check_support(
     tokens: _Tokens,
     trained: np.ndarray,
     appended: np.ndarray,
+    logprobs: np.ndarray | None,
     vocab_size: int | None,
 ) -> None:
     if isinstance(support, PackedTensor):
@@ -452,5 +455,19 @@ def _check_support(
         row = int(np.argmax(bare))
         raise ValueError(
             f"{place(row)} is empty, but its token is trained and not marked {APPENDED_FIELD}"
-            f"{hints.loss_mask(trained, empty & ~appended, tokens.bounds)}"
+            f"{hints.moved(trained, empty & ~appended, tokens.bounds, 'the loss mask')}"
         )
+    if logprobs is not None:
+        # a trajectory without any support is padding; and an engine may keep none of a token that
+        # it sampled, so that only a shift that fits is an error
+        some = np.bincount(tokens.trajectories[~empty], minlength=rows.size) > 0
+        observed = empty & ~appended & some[tokens.trajectories]
+        wrong = (logprobs != 0) & observed
+        hint = hints.moved(logprobs != 0, observed, tokens.bounds, "the field")
+        if wrong.any() and hint:
+            row = int(np.argmax(wrong))
+            where = row_place(row, tokens.bounds).replace("row", "response token")
+            raise ValueError(
+                f"{_NAME}: {LOGPROBS_FIELD} of {where}: {logprobs[row]}, but its support row is"
+                f" empty{hint}"
+            )

@@ -109,16 +109,17 @@ def inside(held: np.ndarray, within: np.ndarray) -> str:
     return ""
 
 
-def loss_mask(trained: np.ndarray, bare: np.ndarray, bounds: np.ndarray) -> str:
-    """Trained tokens [N] bool, some of them at ``bare`` [N], which have no support row."""
+def moved(held: np.ndarray, bare: np.ndarray, bounds: np.ndarray, what: str) -> str:
+    """Values not 0 at response tokens ``held`` [N] bool, some ``bare`` [N]: without a support row,
+    where they cannot be. ``what`` names them."""
     first, last = bounds[:-1], bounds[1:] - 1
     for shift, how in ((1, "early"), (-1, "late")):
-        moved = np.roll(trained, shift)
+        there = np.roll(held, shift)
         # what leaves its response belongs to no token
         ends = (first if shift > 0 else last)[bounds[1:] > bounds[:-1]]
-        moved[ends] = False
-        if moved.any() and not (moved & bare).any():
-            return f"; the loss mask fits if it is moved by one: it is one token {how}"
+        there[ends] = False
+        if there.any() and not (there & bare).any():
+            return f"; {what} fits if it is moved by one: it is one token {how}"
     return ""
 
 

@@ -276,6 +276,26 @@ def test_a_loss_mask_one_token_off_is_named():
             validate_batch(one.with_fields({"loss_mask": mask}))
 
 
+def test_logprobs_one_token_off_show_at_observed_tokens():
+    batch = distinct_batch()[2:3]
+    batch["loss_mask"] = torch.zeros(1, 6)
+    batch["rollout_logprobs"] = torch.tensor([[-0.1, -0.2, 0.0, 0.0, -0.3, -0.4]])
+    validate_batch(batch)
+    for late, how in (
+        ([-0.9, -0.1, -0.2, 0, 0, -0.3], "late"),
+        ([-0.2, 0, 0, -0.3, -0.4, -0.5], "early"),
+    ):
+        message = (
+            r"^validate_batch: rollout_logprobs of trajectory 0, response token \d: -0.\d+, but its"
+            rf" support row is empty; the field fits if it is moved by one: it is one token {how}$"
+        )
+        with pytest.raises(ValueError, match=message):
+            validate_batch(batch.with_fields({"rollout_logprobs": torch.tensor([late])}))
+    # a sampled token whose support was not kept is no shift
+    kept = torch.tensor([[-0.1, -0.2, -0.3, -0.4, -0.5, -0.6]])
+    validate_batch(batch.with_fields({"rollout_logprobs": kept}))
+
+
 def test_values_on_the_other_side_or_one_column_off_are_named():
     batch = distinct_batch()
     with pytest.raises(
