@@ -148,6 +148,7 @@ class _Proof:
 
     def holds(self, parts: Sequence[np.ndarray]) -> bool:
         """Whether ``parts`` [rows, L, K], at most ``block_rows`` together, are free of faults."""
+        parts = [part for part in parts if part.shape[0]]
         dtypes = {part.dtype for part in parts}
         if len(dtypes) > 1:
             return all(self.holds([part]) for part in parts)
@@ -161,8 +162,6 @@ class _Proof:
             ids = ids[: num_rows * self._num_layers * self._topk]
             ids = ids.reshape(num_rows, self._num_layers, self._topk)
             np.concatenate(parts, out=ids.view(dtype.newbyteorder("=")))
-        if ids.size == 0:
-            return True
         largest = int(ids.max())
         if largest >= self._num_experts:
             return False
