@@ -46,7 +46,7 @@ def support_of(rng: random.Random, sampled: list[int]) -> list[list[int]]:
     """The last token, which was appended, has an empty row."""
     rows = []
     for r, token in enumerate(sampled):
-        others = [token + 1 + rng.randrange(3) for _ in range(rng.randrange(2))]
+        others = [(token + 1 + rng.randrange(3)) % V for _ in range(rng.randrange(2))]
         row = [token, *others]
         rng.shuffle(row)
         rows.append([] if r == len(sampled) - 1 else row)
