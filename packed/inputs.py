@@ -37,7 +37,7 @@ from packhorse._nvtx import ranged
 from packhorse.packed.batch import ATTENTION_MASK_FIELD, LOSS_MASK_FIELD, Batch
 from packhorse.packed.collate import ROUTES_FIELD, SUPPORT_FIELD
 from packhorse.packed.fields import PACKED_FIELDS, ROUTER_PADDING_MASK_FIELD, FieldRegistry
-from packhorse.packed.host import accumulate, check_total, host_count
+from packhorse.packed.host import INT32_MAX, accumulate, check_total, host_count
 from packhorse.packed.inputs_cut import PROMPTS_FIELD, RESPONSES_FIELD, truncate_output
 from packhorse.packed.inputs_fields import (
     APPENDED_FIELD,
@@ -138,6 +138,8 @@ def make_inputs(
         with errors_of(name, "generator_output"):
             output = generator_output(output)
     pad_token_id = host_count(pad_token_id, f"{name}: pad_token_id")
+    if pad_token_id > INT32_MAX:
+        raise ValueError(f"{name}: pad_token_id must be at most {INT32_MAX}, got {pad_token_id}")
     if vocab_size is not None:
         vocab_size = host_count(vocab_size, f"{name}: vocab_size")
     if max_length is not None:

@@ -63,7 +63,7 @@ def field_items(name: str, output: Output, field: str) -> list[Any] | None:
         return None
     items = items_of(f"{name}: {field}", value)
     absent = [item is None for item in items]
-    if all(absent):
+    if items and all(absent):
         return None
     if any(absent):
         raise ValueError(
@@ -93,7 +93,7 @@ def response_fields(
 
     def masks(field: str, items: list[Any]) -> list[np.ndarray]:
         return [
-            read_loss_mask(f"{name}: {field} of trajectory {i}", item, tokens[i])
+            read_loss_mask(f"{name}: {field} of trajectory {i}", _whole(item), tokens[i])
             for i, item in enumerate(items)
         ]
 
@@ -114,6 +114,16 @@ def response_fields(
         if items is not None:
             found[field] = masks(field, items), np.bool_
     return found
+
+
+def _whole(mask: Any) -> Any:
+    """A mask of floats 0 and 1 as booleans; any other as it is."""
+    if isinstance(mask, Tensor) and mask.is_floating_point() and mask.device.type == "cpu":
+        mask = mask.detach().to(torch.float32).numpy()
+    elif isinstance(mask, list | tuple) and any(isinstance(value, float) for value in mask):
+        return [bool(value) for value in mask] if all(v in (0, 1) for v in mask) else mask
+    floats = isinstance(mask, np.ndarray) and mask.dtype.kind == "f"
+    return mask.astype(np.bool_) if floats and ((mask == 0) | (mask == 1)).all() else mask
 
 
 def _rewards(name: str, items: list[Any], tokens: list[int]) -> list[np.ndarray]:

@@ -173,6 +173,29 @@ def test_a_ragged_support_holds_the_same_ids():
         make_inputs(given | {"rollout_sample_support": support[::-1]}, ragged=True, **OPTIONS)
 
 
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_no_trajectories_make_an_empty_batch_of_the_same_fields(padding):
+    fields = ("prompt_token_ids", "response_ids", "rewards", "rollout_logprobs", "appended", "uids")
+    batch = make_inputs({field: [] for field in fields}, padding=padding)
+    assert len(batch) == 0
+    assert list(batch.fields) == [
+        "sequences", "attention_mask", "response_mask", "loss_mask", "rewards",
+        "rollout_logprobs", "appended", "excused", "lengths", "response_lengths", "first_columns",
+        "uids",
+    ]  # fmt: skip
+    assert batch["sequences"].shape == batch["rewards"].shape == (0, 0)
+
+
+def test_masks_of_floats_are_those_of_integers():
+    output = {"prompt_token_ids": [[1], [2]], "response_ids": [[3, 4], [5]]}
+    plain = make_inputs(output | {"loss_masks": [[1, 0], [1]]})
+    for masks in (
+        [[1.0, 0.0], [1]], [torch.tensor([1.0, 0.0]), torch.ones(1)],
+        [np.array([1.0, 0.0]), (True,)], [torch.tensor([1, 0]).bfloat16(), [1.0]],
+    ):  # fmt: skip
+        assert make_inputs(output | {"loss_masks": masks}).equal(plain)
+
+
 def test_a_reward_of_a_trajectory_is_that_of_its_last_response_token():
     output = {"prompt_token_ids": [[1], [1, 2], [3]], "response_ids": [[4, 5], [6], []]}
     for rewards in ([0.5, -1, 0], np.array([0.5, -1.0, 0.0]), torch.tensor([0.5, -1.0, 0.0])):
@@ -257,6 +280,9 @@ ROUTES = [np.array([[[0, 1]]] * 3), np.array([[[2, 1]]])]
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
+        ({}, {"pad_token_id": 2**31}, "pad_token_id must be at most 2147483647, got 2147483648"),
+        ({"loss_masks": [[1, 0.5], [1]]}, {}, "loss_masks of trajectory 0 must hold booleans"),
+        ({"loss_masks": [torch.tensor([1, 0.5]), [1]]}, {}, "loss_masks of trajectory 0 must hold"),
         ({}, {"padding": "both"}, "padding must be one of ('left', 'right', 'two-sided'), got"),
         ({"prompt_token_ids": None}, {}, "prompt_token_ids is missing"),
         ({"prompt_token_ids": [[1, 2], []]}, {}, "prompt_token_ids of trajectory 1 is empty"),
