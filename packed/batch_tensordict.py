@@ -23,9 +23,7 @@ def require_tensordict(function: str) -> Any:
     try:
         return import_module("tensordict")
     except ImportError:
-        raise ImportError(
-            f"{function} needs the package tensordict, pip install 'packhorse[tensordict]'"
-        ) from None
+        raise ImportError(f"{function} needs the package tensordict, pip install it") from None
 
 
 def tensordict_of(

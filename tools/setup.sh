@@ -3,7 +3,7 @@
 #
 #   the active virtual environment, else .venv, made here from the first Python 3.10 .. 3.13 found
 #   torch (the CPU build where there is no NVIDIA driver), triton where torch brought none,
-#   requirements-dev.txt, megatron-core twice, and this package
+#   requirements-dev.txt, tensordict, megatron-core twice, and this package
 #
 # What an active environment holds of torch, triton and megatron-core is kept as it is.
 # A second run finds its stamp and ends at once. PYTHON=... names the Python that .venv is made from.
@@ -13,6 +13,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 TORCH=2.13.0
 TRITON=3.6.0          # only where torch brings none
+TENSORDICT=0.15.3     # without dependencies, or pip would replace the torch of the machine
+TENSORDICT_TORCH=2.11 # the oldest torch it runs with; its tests skip on an older one
 MEGATRON=0.19.2       # says Python >= 3.12, has a wheel for 3.11 and runs there
 MEGATRON_OLD=0.16.1   # in a folder of its own, reached by PYTHONPATH; the newest for Python 3.10
 
@@ -71,6 +73,14 @@ has() {
         2>/dev/null
 }
 
+torch_is_at_least() { # MAJOR.MINOR
+    "$python" -c '
+import importlib.metadata, sys
+have = importlib.metadata.version("torch").split(".")[:2]
+sys.exit([*map(int, have)] < [*map(int, sys.argv[1].split("."))])
+' "$1"
+}
+
 active_has() {
     [ -n "${VIRTUAL_ENV:-}" ] && has "$1"
 }
@@ -126,6 +136,9 @@ fi
 step "development requirements" pip_install -r requirements-dev.txt
 if ! has triton >/dev/null; then
     step "triton $TRITON" pip_install "triton==$TRITON"
+fi
+if torch_is_at_least "$TENSORDICT_TORCH"; then
+    step "tensordict $TENSORDICT" pip_install --no-deps "tensordict==$TENSORDICT"
 fi
 if kept=$(active_has megatron-core); then
     echo "setup: megatron-core $kept is there and kept"
