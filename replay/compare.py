@@ -16,8 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packhorse.kernels.rows import gather_rows, scatter_rows
+from packhorse.kernels.rows import scatter_rows
+from packhorse.packed.batch import Batch
+from packhorse.packed.collate import ROUTES_FIELD, SUPPORT_FIELD
+from packhorse.packed.domains import validate_batch
+from packhorse.packed.inputs import make_inputs, token_masks
+from packhorse.packed.inputs_fields import FIRST_COLUMNS_FIELD, LENGTHS_FIELD, SEQUENCES_FIELD
+from packhorse.packed.microbatch import plan_by_count
 from packhorse.packed.tensor import PackedTensor
+from packhorse.packed.trace import Trace
 from packhorse.replay.capture import Capture
 from packhorse.replay.layout import TokenLayout
 from packhorse.replay.routers import find_routers
@@ -64,11 +71,19 @@ class Microbatch:
     """Some trajectories of a capture, laid out for one rank."""
 
     layout: TokenLayout
-    token_ids: PackedTensor  # [tokens] int64
+    batch: Batch  # of ``make_inputs``, on the layout's device
     routes: PackedTensor  # [rows, L, K], what is replayed: misplaced where that was asked for
-    rollout_routes: PackedTensor  # [rows, L, K], what the rollout took
-    support: PackedTensor  # [response tokens, C]
     loss_masks: tuple[np.ndarray, ...]  # [length] bool, host: the response tokens
+
+    @property
+    def rollout_routes(self) -> PackedTensor:
+        """[rows, L, K], what the rollout took."""
+        return self.batch[ROUTES_FIELD]
+
+    @property
+    def support(self) -> PackedTensor:
+        """[response tokens, C]."""
+        return self.batch[SUPPORT_FIELD]
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,27 +134,62 @@ def make_microbatches(
             " trajectories in a microbatch"
         )
     layers = list(range(capture.num_layers) if moe_layers is None else moe_layers)
+    batch = make_batch(capture, moe_layers=moe_layers)
     microbatches = []
-    for start in range(0, capture.num_trajectories, size):
-        part = slice(start, start + size)
-        layout = TokenLayout.build(capture.lengths[part], format=format, device=device)
-        routes = rollout_routes = capture.routes[part].to(device)
-        if misplace is not None:
-            routes = _misplace(capture.routes[part], misplace, layout, layers).to(device)
-        pairs = list(zip(capture.prompt_ids[part], capture.response_ids[part], strict=True))
-        tokens = [torch.from_numpy(np.concatenate(pair)) for pair in pairs]
-        masks = [np.repeat([False, True], [len(p), len(r)]) for p, r in pairs]
-        microbatches.append(
-            Microbatch(
-                layout=layout,
-                token_ids=PackedTensor.from_segments(tokens).to(device),
-                routes=routes,
-                rollout_routes=rollout_routes,
-                support=capture.support[part].to(device),
-                loss_masks=tuple(masks),
-            )
+    for part in plan_by_count(len(batch), microbatch_size=size, equal_sizes=False).split(batch):
+        layout = TokenLayout.build(
+            part[LENGTHS_FIELD],
+            format=format,
+            first_columns=part[FIRST_COLUMNS_FIELD],
+            batch_width=part[SEQUENCES_FIELD].shape[1],
+            device=device,
         )
+        placed = part.to(device)
+        routes = placed[ROUTES_FIELD]
+        if misplace is not None:
+            routes = _misplace(part[ROUTES_FIELD], misplace, layout, layers).to(device)
+        loss_masks = token_masks(part)
+        assert loss_masks is not None
+        microbatches.append(Microbatch(layout, placed, routes, tuple(loss_masks)))
     return microbatches
+
+
+def make_batch(capture: Capture, *, moe_layers: Sequence[int] | None = None) -> Batch:
+    """The trajectories of a capture as a trainer gets them: traces, inputs, one check of all."""
+    trajectories = []
+    for i, prompt in enumerate(capture.prompt_ids):
+        trace = Trace(
+            prompt,
+            num_layers=capture.num_layers,
+            topk=capture.topk,
+            num_experts=capture.num_experts,
+            moe_layers=moe_layers,
+            vocab_size=capture.vocab_size,
+            trajectory=i,
+        )
+        routes = capture.routes[i]
+        trace.add_turn(
+            capture.response_ids[i],
+            logprobs=capture.sampled_logprobs[i],
+            support=capture.support[i],
+            routes=routes,
+            evaluated=len(routes),
+        )
+        trajectories.append(trace.finalize())
+    batch = make_inputs(
+        trajectories,
+        vocab_size=capture.vocab_size,
+        num_experts=capture.num_experts,
+        moe_layers=moe_layers,
+    )
+    validate_batch(
+        batch,
+        vocab_size=capture.vocab_size,
+        num_experts=capture.num_experts,
+        num_layers=capture.num_layers,
+        topk=capture.topk,
+    )
+    return batch
 
 
 def compare(
@@ -259,7 +309,7 @@ def run_schedule(
         batch = next(batches)
         step = None if begin is None else begin(chunk)
         layout = batch.layout
-        token_ids = gather_rows(batch.token_ids.values, layout.token_row_ids())
+        token_ids = layout.align(batch.batch[SEQUENCES_FIELD], 0)
         output = chunk(
             layout.to_model(token_ids),
             layout.to_model(layout.position_ids()),
@@ -290,14 +340,15 @@ def run_schedule(
 def _loss(
     logits: Tensor, batch: Microbatch, temperature: float, share: float
 ) -> tuple[Tensor, dict]:
+    token_ids = batch.batch[SEQUENCES_FIELD]
     over_support = score_microbatch(
-        logits, batch.layout, batch.token_ids, batch.support, temperature=temperature
+        logits, batch.layout, token_ids, batch.support, temperature=temperature
     )
     with torch.no_grad():
         over_all = score_microbatch(
             logits,
             batch.layout,
-            batch.token_ids,
+            token_ids,
             response_lengths=batch.support.lengths,
             temperature=temperature,
         )

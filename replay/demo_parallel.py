@@ -74,17 +74,12 @@ def share_out(microbatches: Sequence[Microbatch], config: Any, sizes: Sizes) -> 
             config,
             format=whole.layout.format,
             padded_lengths=padded,
+            batch_width=whole.layout.batch_width,
+            first_columns=whole.layout.first_columns[part],
             device=whole.layout.device,
         )
         shared.append(
-            Microbatch(
-                layout=layout,
-                token_ids=whole.token_ids[part],
-                routes=whole.routes[part],
-                rollout_routes=whole.rollout_routes[part],
-                support=whole.support[part],
-                loss_masks=whole.loss_masks[part],
-            )
+            Microbatch(layout, whole.batch[part], whole.routes[part], whole.loss_masks[part])
         )
     return shared
 
