@@ -277,10 +277,9 @@ class PackedRagged(PackedSegments):
     ) -> "PackedRagged":
         """The rows from ``first_row`` on, cut by ``bounds``."""
         rows = slice(first_row, first_row + int(bounds[-1]) + 1)
-        all_bounds = self._row_bounds
-        row_bounds = all_bounds[rows]
-        first_id = int(row_bounds[0]) - int(all_bounds[0])
-        values = self._values.narrow(0, first_id, int(row_bounds[-1]) - int(row_bounds[0]))
+        row_bounds, zero = self._row_bounds[rows], int(self._row_bounds[0])
+        first_id = int(row_bounds[0]) - zero
+        values = self._values[first_id : int(row_bounds[-1]) - zero]
         row_offsets = None
         if self._row_offsets is not None and not self._values.is_cpu:
             row_offsets = self._row_offsets[rows]

@@ -243,7 +243,7 @@ class PackedTensor(PackedSegments):
 
     def _view(self, start: int, stop: int) -> "PackedTensor":
         first, bounds, cu_seqlens = self._cut(start, stop)
-        return self._make(self._values.narrow(0, first, int(bounds[-1])), bounds, cu_seqlens)
+        return self._make(self._values[first : first + int(bounds[-1])], bounds, cu_seqlens)
 
     def _gather(self, ids: np.ndarray) -> "PackedTensor":
         bounds, starts, lengths = self._runs(ids)

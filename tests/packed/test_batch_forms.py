@@ -123,7 +123,7 @@ def ragged_of(lengths: list[int], width: int = 2) -> PackedRagged:
 
 @pytest.mark.parametrize("ragged", [False, True])
 def test_slicing_costs_no_copy_and_little_time(ragged):
-    """15 us on a 2-core container (8 dense, 2 packed and 2 listed fields)."""
+    """31 to 33 us on a busy 2-core container (8 dense, 2 packed and 2 listed fields)."""
     size = 1024
     counts = [1 + i % 7 for i in range(size)]
     batch = Batch({
