@@ -205,9 +205,6 @@ def routes_of(
     shape = tuple(first.shape[1:]) if getattr(first, "ndim", 0) == 3 else (1, 1)
     empty = np.empty((0, *shape), dtype=np.uint8)
     routes = [empty if ids is None else ids for ids in routes]
-    if num_experts is None:
-        arrays = [ids for ids in routes if isinstance(ids, np.ndarray | Tensor) and len(ids)]
-        num_experts = max([shape[1], *(int(ids.max()) + 1 for ids in arrays)])
     with errors_of(name, "pack_routes"):
         packed = pack_routes(
             routes, lengths, num_experts=num_experts, topk=shape[1], num_layers=shape[0],
