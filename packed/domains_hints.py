@@ -155,7 +155,9 @@ def _fits(ids: SupportIds, sampled: np.ndarray, bounds: np.ndarray, i: int, j: i
     """Whether the rows of trajectory ``i`` hold the response tokens of ``j``."""
     if bounds[i + 1] - bounds[i] != bounds[j + 1] - bounds[j]:
         return False
-    others = sampled.copy()
-    others[bounds[i] : bounds[i + 1]] = sampled[bounds[j] : bounds[j + 1]]
-    span = slice(int(bounds[i]), int(bounds[i + 1]))
-    return bool((ids.members(others) | (ids.counts == 0))[span].all())
+    start, stop = int(bounds[i]), int(bounds[i + 1])
+    span = slice(*np.searchsorted(ids.rows, [start, stop]).tolist())  # rows are in order
+    rows = ids.rows[span] - start
+    held = ids.counts[start:stop] == 0
+    held[rows[ids.token_ids[span] == sampled[bounds[j] : bounds[j + 1]][rows]]] = True
+    return bool(held.all())

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from packhorse.kernels.support_rows import gather_support
 from packhorse.packed.collate import SupportRows
 from packhorse.packed.inputs import make_inputs, select_for_logprobs, token_masks
+from packhorse.packed.microbatch import plan_ranks_by_tokens
 from packhorse.packed.ragged import PackedRagged
 from packhorse.packed.tensor import PackedTensor
 from packhorse.packed.trajectory import generator_output, pack_trajectories
@@ -269,6 +271,64 @@ def test_the_selection_for_logprobs_has_what_replay_and_scoring_need():
     bare = make_inputs({k: output[k] for k in ("prompt_token_ids", "response_ids")})
     bare["router_padding_mask"] = mask
     assert list(select_for_logprobs(bare).fields)[-1] == "router_padding_mask"
+
+
+# --- into a model's order -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("form", ["thd", "bshd"])
+def test_every_token_of_eight_ranks_meets_its_own_routes_and_support_once(padding, form, device):
+    output = make_output(21, size=30)
+    batch = make_inputs(output, padding=padding, **OPTIONS)
+    parts = [list(range(rank, 30, 8)) for rank in range(8)]
+    plans = plan_ranks_by_tokens(
+        [[batch["lengths"][i] for i in part] for part in parts],
+        max_tokens=15,
+        rectangle=form == "bshd",
+    )
+    met: dict[str, int] = {}
+    for part, plan in zip(parts, plans, strict=True):
+        for microbatch in plan.split(batch[part]):
+            layout = TokenLayout.build(
+                microbatch["lengths"],
+                format=form,
+                first_columns=microbatch["first_columns"],
+                batch_width=microbatch["sequences"].shape[1],
+                device=device,
+            )
+            placed = microbatch.to(device)
+            routes = layout.gather_routes(
+                placed["rollout_expert_indices"], range(2), num_experts=E, dtype=torch.int64
+            )
+            experts, masked = routes.topk_ids.tolist(), routes.padding_mask.tolist()
+            tokens = layout.align(placed["sequences"], -1).tolist()
+            row_ids = layout.support_row_ids(microbatch["response_lengths"])
+            support = gather_support(placed["rollout_sample_support"].values, row_ids).tolist()
+            for b, uid in enumerate(microbatch["uids"]):
+                longest = max(microbatch["lengths"])
+                for s in range(microbatch["lengths"][b]):
+                    if form == "bshd":
+                        slot = s * len(microbatch) + b
+                        assert slot < longest * len(microbatch)
+                    else:
+                        slot = sum(microbatch["lengths"][:b]) + s
+                    if uid is None:
+                        assert masked[slot]
+                        continue
+                    i = output["uids"].index(uid)
+                    prompt, response = output["prompt_token_ids"][i], output["response_ids"][i]
+                    known = output["rollout_expert_indices"][i]
+                    assert tokens[slot] == (prompt + response)[s]
+                    assert masked[slot] == (s >= len(known))
+                    if s < len(known):
+                        assert [experts[layer][slot] for layer in range(2)] == known[s].tolist()
+                    r = s + 1 - len(prompt)
+                    own = output["rollout_sample_support"][i][r] if 0 <= r < len(response) else []
+                    assert [token for token in support[slot] if token >= 0] == own
+                met[uid] = met.get(uid, 0) + 1
+    met.pop(None, None)
+    assert met == dict.fromkeys(output["uids"], 1)
 
 
 # --- refusals -------------------------------------------------------------------------------------
