@@ -5,6 +5,7 @@ lies is read from /proc/self/maps, what an object takes from the store.
 """
 
 import gc
+import importlib
 import os
 import re
 import sys
@@ -29,6 +30,7 @@ from tests.packed.transport_helpers import (
     make_ragged,
     mapping_of,
     read_only,
+    snippets,
     use,
 )
 
@@ -83,7 +85,7 @@ def ray():
 
 @pytest.fixture(scope="module")
 def rank(ray):
-    actor = ray.remote(num_cpus=1)(Rank).remote()
+    actor = ray.remote(num_cpus=0)(Rank).remote()
     yield actor
     ray.kill(actor)
 
@@ -231,6 +233,27 @@ def test_parts_of_packed_fields_are_cut_as_those_of_a_batch(ray):
     ragged = make_ragged(5, 40)
     first, second = map(get_batch, put_parts(ragged, 2))
     assert (first, second) == (ragged[:3], ragged[3:])
+
+
+def test_the_page_with_ray_runs(ray):
+    batch = make_batch(4, 50)
+    names = {"__name__": "__main__", "batch": batch, "dp_size": 1}  # whose classes go by value
+    exec(snippets()[0], names)
+    assert names["counts"] == [(4, batch[ROUTES].num_rows)]
+
+
+def test_the_benchmarks_calls_give_what_was_put(ray, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    bench = importlib.import_module("bench_transport")
+    batch = bench.make_batch(2**20)
+    array = bench.bytes_of(batch).numpy()
+    calls = bench.ray_calls(batch, array)
+    assert torch.equal(bench.bytes_of(calls["packhorse"]()[0]), torch.from_numpy(array))
+    assert np.array_equal(calls["numpy"]()[0], array)
+    assert calls["chunk"]()[0] == batch[24:32]
+    sizes = bench.ray_sizes(calls)
+    assert array.nbytes <= sizes["numpy"] <= sizes["packhorse"] <= array.nbytes + HEAD_BYTES
+    assert array.nbytes // 8 <= sizes["chunk"] <= array.nbytes // 8 + HEAD_BYTES
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ import ctypes
 import itertools
 import mmap
 import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,7 +16,14 @@ from packhorse.packed.batch import Batch
 from packhorse.packed.ragged import PackedRagged
 from packhorse.packed.tensor import PackedTensor
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "transport.md"
+
 ROUTES, SUPPORT = "rollout_expert_indices", "rollout_sample_support"
+
+
+def snippets() -> list[str]:
+    """The Python blocks of docs/transport.md, in order."""
+    return re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), flags=re.M | re.S)
 
 
 def make_batch(num_trajectories: int, rows: int, seed: int = 0, layers: int = 4) -> Batch:
