@@ -12,8 +12,7 @@ Sizes: L captured layers, K experts a token, E experts, V vocabulary, C width of
 """
 
 from collections.abc import Callable, Sequence
-from itertools import chain
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -23,10 +22,8 @@ from packhorse._nvtx import ranged
 from packhorse.packed.host import (
     INT32_MAX,
     accumulate,
-    as_int64,
     check_total,
     host_count,
-    host_ints,
     row_place,
 )
 from packhorse.packed.host_arrays import (
@@ -45,24 +42,20 @@ from packhorse.packed.route_checks import (
     expert_layers,
 )
 from packhorse.packed.sentinels import NO_CANDIDATE
+from packhorse.packed.support_checks import (
+    SUPPORT_FIELD,
+    SupportRows,
+    checked_support,
+    csr_rows,
+    listed_rows,
+)
 from packhorse.packed.tensor import PackedTensor
 
 ROUTES_FIELD: Final = "rollout_expert_indices"
-SUPPORT_FIELD: Final = "rollout_sample_support"
 LOGPROBS_FIELD: Final = "rollout_logprobs"
 
 #: Bytes that one task of the pool writes; a result that is no larger is written by the caller.
 _BYTES_OF_TASK: Final = 4 << 20
-
-
-class SupportRows(NamedTuple):
-    """Support rows of different widths: row r holds ``token_ids[row_offsets[r]:row_offsets[r+1]]``.
-
-    As vLLM's ``sampling_mask`` returns them (ids and counts).
-    """
-
-    token_ids: np.ndarray  # [total ids] integers
-    row_offsets: np.ndarray  # [rows + 1] integers: first 0, last total ids, non-decreasing
 
 
 # --- routes ---------------------------------------------------------------------------------------
@@ -288,7 +281,7 @@ def pack_support(
     if width is not None:
         width = positive(width, f"{name}: width")
     max_bytes = host_count(max_bytes, f"{name}: max_bytes")
-    token_ids, rows, counts, starts = checked_support(name, support, sampled_ids, vocab_size)
+    token_ids, counts, starts = checked_support(name, support, sampled_ids, vocab_size)
     widest = int(counts.max(initial=1))
     if width is None:
         width = widest
@@ -304,120 +297,20 @@ def pack_support(
             f"{where}: {counts[row]} ids are its widest row; all {counts.size} rows of width"
             f" {width} are {num_bytes} bytes, above max_bytes={max_bytes}"
         )
-    values = torch.full((counts.size, width), NO_CANDIDATE, dtype=torch.int32)
-    columns = np.arange(rows.size, dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-    values.numpy()[rows, columns] = token_ids
-    return PackedTensor.from_lengths(values, np.diff(starts).tolist())
+    values = np.empty((counts.size, width), dtype=np.int32)
+    starts_of_ids = np.concatenate([[0], np.cumsum(counts)])
+    at_once = max(1, _BYTES_OF_TASK // (4 * width))
 
+    def write_rows(number: int) -> None:
+        rows = slice(number * at_once, min((number + 1) * at_once, counts.size))
+        part = values[rows]
+        part.fill(NO_CANDIDATE)
+        ids = token_ids[starts_of_ids[rows.start] : starts_of_ids[rows.stop]]
+        part[np.arange(width) < counts[rows, None]] = ids  # row after row, as they stand in ids
 
-def checked_support(
-    name: str, support: Any, sampled_ids: Any, vocab_size: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The rows of all trajectories, checked as ``pack_support`` says.
-
-    Returns:
-        ids [total] int64 and the row of each, ids of each row [N], and where each trajectory's rows
-        begin [B + 1].
-    """
-    if not isinstance(sampled_ids, Sequence) or isinstance(sampled_ids, str | bytes):
-        raise TypeError(f"{name}: sampled_ids must be a sequence of one id sequence a trajectory")
-    sampled = [
-        host_ints(ids, f"{name}: sampled_ids of trajectory {i}")
-        for i, ids in enumerate(sampled_ids)
-    ]
-    starts = accumulate(name, np.array([ids.size for ids in sampled], dtype=np.int64))
-    token_ids, counts = _support_rows(name, support, np.diff(starts))
-
-    def place(row: np.integer | int) -> str:
-        return f"{name}: {SUPPORT_FIELD} of {row_place(row, starts)}"
-
-    rows = np.repeat(np.arange(counts.size, dtype=np.int64), counts)
-    present = token_ids != NO_CANDIDATE
-    if not present.all():
-        rows, token_ids = rows[present], token_ids[present]
-        counts = np.bincount(rows, minlength=counts.size)
-    outside = (token_ids < 0) | (token_ids >= vocab_size)
-    if outside.any():
-        first = int(np.argmax(outside))
-        token = token_ids[first]
-        problem = f"not below vocab_size={vocab_size}" if token > 0 else "negative"
-        raise ValueError(f"{place(rows[first])}: id {token} is {problem}")
-    keys = np.sort(rows * vocab_size + token_ids)  # rows < 2**31 and ids < 2**31: int64 holds it
-    repeated = np.flatnonzero(keys[1:] == keys[:-1])
-    if repeated.size:
-        row, token = divmod(int(keys[repeated[0]]), vocab_size)
-        raise ValueError(f"{place(row)}: id {token} is repeated")
-    sampled_flat = np.concatenate([np.empty(0, dtype=np.int64), *sampled])
-    is_member = np.zeros(counts.size, dtype=np.bool_)
-    is_member[rows[token_ids == sampled_flat[rows]]] = True
-    missing = np.flatnonzero((counts > 0) & ~is_member)
-    if missing.size:
-        row = missing[0]
-        raise ValueError(
-            f"{place(row)}: the sampled id {sampled_flat[row]} is not among its {counts[row]} ids"
-        )
-    return token_ids, rows, counts, starts
-
-
-def _support_rows(
-    name: str, support: Any, response_lengths: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """(ids [total] int64, ids of each row [N]) over all trajectories."""
-    if isinstance(support, SupportRows):
-        token_ids, counts = csr_rows(f"{name}: {SUPPORT_FIELD}", support)
-        if counts.size != response_lengths.sum():
-            raise ValueError(
-                f"{name}: {SUPPORT_FIELD} has {counts.size} rows for {response_lengths.sum()} "
-                f"response tokens of {response_lengths.size} trajectories"
-            )
-        return token_ids, counts
-    check_sequence(name, SUPPORT_FIELD, support, response_lengths.size, "sampled_ids")
-    parts = []
-    for i, (given, num_tokens) in enumerate(zip(support, response_lengths, strict=True)):
-        where = f"{name}: {SUPPORT_FIELD} of trajectory {i}"
-        if isinstance(given, SupportRows):
-            part = csr_rows(where, given)
-        elif isinstance(given, np.ndarray | Tensor):
-            array = integer_array(given, where)
-            if array.ndim != 2:
-                raise ValueError(f"{where} must be [response tokens, C], got shape {array.shape}")
-            if array.shape[0] != num_tokens:
-                raise ValueError(
-                    f"{where} has {array.shape[0]} rows for {num_tokens} response tokens"
-                )
-            part = as_int64(array, where).reshape(-1), np.full(array.shape[0], array.shape[1])
-        else:
-            part = listed_rows(where, given)
-        if part[1].size != num_tokens:
-            raise ValueError(f"{where} has {part[1].size} rows for {num_tokens} response tokens")
-        parts.append(part)
-    empty = np.empty(0, dtype=np.int64)
-    token_ids = np.concatenate([empty, *(part[0] for part in parts)])
-    return token_ids, np.concatenate([empty, *(part[1] for part in parts)])
-
-
-def csr_rows(where: str, given: SupportRows) -> tuple[np.ndarray, np.ndarray]:
-    """(ids [total] int64, ids of each row) of rows whose offsets must fit their ids."""
-    token_ids = host_ints(given.token_ids, f"{where}: token_ids")
-    offsets = host_ints(given.row_offsets, f"{where}: row_offsets")
-    ends = (0, token_ids.size)
-    if offsets.size == 0 or (offsets[0], offsets[-1]) != ends or (offsets[1:] < offsets[:-1]).any():
-        raise ValueError(f"{where}: row_offsets must rise from 0 to its {token_ids.size} ids")
-    return token_ids, np.diff(offsets)
-
-
-def listed_rows(where: str, given: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(ids [total] int64, ids of each row) of a sequence of id sequences."""
-    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
-        raise TypeError(f"{where} must be a sequence of rows, got {type(given).__name__}")
-    if all(isinstance(ids, list | tuple) for ids in given):  # engines': one pass over all ids
-        flat = list(chain.from_iterable(given))
-        if all(type(token) is int for token in flat):
-            counts = np.fromiter(map(len, given), dtype=np.int64, count=len(given))
-            return host_ints(flat, where), counts
-    rows = [host_ints(ids, f"{where}, row {row}") for row, ids in enumerate(given)]
-    counts = np.array([ids.size for ids in rows], dtype=np.int64)
-    return np.concatenate([np.empty(0, dtype=np.int64), *rows]), counts
+    small = num_bytes <= _BYTES_OF_TASK
+    run_tasks(write_rows, -(-counts.size // at_once), 1 if small else count_threads(None, name))
+    return PackedTensor.from_lengths(torch.from_numpy(values), np.diff(starts).tolist())
 
 
 # --- logprobs -------------------------------------------------------------------------------------

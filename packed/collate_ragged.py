@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from packhorse._nvtx import ranged
-from packhorse.packed.collate import SupportRows, checked_support
 from packhorse.packed.host import check_total
 from packhorse.packed.host_arrays import positive
 from packhorse.packed.ragged import PackedRagged
+from packhorse.packed.support_checks import SupportRows, checked_support
 
 
 @ranged
@@ -59,6 +59,6 @@ def pack_ragged_support(
     name = "pack_ragged_support"
     vocab_size = positive(vocab_size, f"{name}: vocab_size")
     check_total(name, vocab_size, "token ids")
-    token_ids, _, counts, bounds = checked_support(name, support, sampled_ids, vocab_size)
-    values = torch.from_numpy(token_ids.astype(np.int32))
+    token_ids, counts, bounds = checked_support(name, support, sampled_ids, vocab_size)
+    values = torch.from_numpy(token_ids)
     return PackedRagged.from_lengths(values, counts, np.diff(bounds).tolist())
