@@ -40,7 +40,7 @@ from packhorse.packed.batch_parts import (
     shown,
 )
 from packhorse.packed.batch_tensordict import parts_of, tensordict_of
-from packhorse.packed.copies import clone_rows, repeat_rows, take_rows
+from packhorse.packed.copies import clone_rows, index_rows, repeat_rows, take_rows
 from packhorse.packed.fields import PACKED_FIELDS, FieldRegistry, Packed
 from packhorse.packed.host import (
     Selector,
@@ -240,7 +240,7 @@ class Batch:
                 return take_rows(dense, ids)
             if dense.device not in rows:
                 rows[dense.device] = from_host(ids.copy(), dense.device)
-            return dense.index_select(0, rows[dense.device])
+            return index_rows(dense, rows[dense.device])
 
         listed_ids = ids.tolist()
         fields = apply(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packhorse.packed.host import from_host
+from packhorse.packed.host import from_host, same_bits
 
 #: Mean rows of a run from which copying runs beats indexing rows: an index costs 8 bytes and
 #: nanoseconds of host time a row, a run about a microsecond.
@@ -27,7 +27,9 @@ def join_rows(parts: Sequence[Tensor]) -> Tensor:
     """``torch.cat`` of tensors [rows_i, ...] of one dtype, row shape and device."""
     arrays = [_bits_of(part) for part in parts]
     if not arrays or any(array is None for array in arrays):
-        return torch.cat(list(parts))
+        bits = [same_bits(part) for part in parts]
+        joined = torch.cat(bits)
+        return joined if bits[0] is parts[0] else joined.view(parts[0].dtype)
     return _tensor_of(np.concatenate(arrays), parts[0].dtype)  # type: ignore[arg-type]
 
 
@@ -43,8 +45,15 @@ def take_rows(values: Tensor, rows: np.ndarray) -> Tensor:
     # NumPy would copy all of a strided array first
     array = _bits_of(values) if values.is_contiguous() else None
     if array is None:
-        return values.index_select(0, from_host(rows, values.device))
+        return index_rows(values, from_host(rows, values.device))
     return _tensor_of(array.take(rows, axis=0), values.dtype)
+
+
+def index_rows(values: Tensor, rows: Tensor) -> Tensor:
+    """``values[rows]`` for int64 indices on its device, of dtypes that torch hardly knows too."""
+    bits = same_bits(values)
+    taken = bits.index_select(0, rows)
+    return taken if bits is values else taken.view(values.dtype)
 
 
 def take_runs(values: Tensor, starts: np.ndarray, lengths: np.ndarray) -> Tensor:

@@ -29,18 +29,16 @@ ROWS = [[[1, 0], [2, 4]], [[8, 1], [0, 2]], [[4, 4], [1, 8]], [[0, 1], [2, 1]], 
 
 def rows_of(values: torch.Tensor) -> list:
     wide = torch.complex128 if values.dtype.is_complex else torch.float64
-    return values.to(wide).tolist()
+    return values.cpu().to(wide).tolist()
 
 
 def forms(dtype: torch.dtype, device: str) -> dict[str, torch.Tensor]:
     """The same rows in memory of several kinds."""
-    plain = torch.tensor(ROWS).to(dtype).to(device)
-    wide = torch.stack([plain, plain.flip(0)], dim=-1)
-    made = {
-        "contiguous": plain,
-        "strided": wide[..., 0],
-        "transposed": plain.transpose(1, 2).contiguous().transpose(1, 2),
-    }
+    counts = torch.tensor(ROWS)
+    plain = counts.to(dtype).to(device)
+    wide = torch.stack([counts, counts.flip(0)], dim=-1).to(dtype).to(device)
+    turned = counts.transpose(1, 2).contiguous().to(dtype).to(device)
+    made = {"contiguous": plain, "strided": wide[..., 0], "transposed": turned.transpose(1, 2)}
     if dtype.is_complex:
         made["conjugate"] = plain.conj()
     if dtype.is_floating_point and dtype.itemsize > 1:
