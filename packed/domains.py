@@ -428,24 +428,24 @@ def _check_support(
     def place(row: np.integer | int) -> str:
         return f"{_NAME}: {SUPPORT_FIELD} of {row_place(row, tokens.bounds)}"
 
+    held, least = support.values.numpy(), 0
     if isinstance(support, PackedTensor):
-        held = support.values.numpy()
+        least = NO_CANDIDATE
         late = (held[:, 1:] != NO_CANDIDATE) & (held[:, :-1] == NO_CANDIDATE)
         if late.any():
             raise ValueError(f"{place(int(np.argmax(late.any(1))))}: an id after a -1")
-    ids = SupportIds.of(support)
-    outside = ids.token_ids < 0
-    if vocab_size is not None:
-        outside |= ids.token_ids >= vocab_size
-    if outside.any():
-        at = int(np.argmax(outside))
+    limit = torch.iinfo(torch.int32).max + 1 if vocab_size is None else vocab_size
+    if held.size and (held.min() < least or held.max() >= limit):
+        ids = SupportIds.of(support)
+        at = int(np.argmax((ids.token_ids < 0) | (ids.token_ids >= limit)))
         token = ids.token_ids[at]
         problem = "negative" if token < 0 else f"not below vocab_size={vocab_size}"
         raise ValueError(f"{place(ids.rows[at])}: id {token} is {problem}")
-    empty = ids.counts == 0
-    lacking = ~empty & ~ids.members(tokens.sampled)
+    empty, members = _members(support, tokens.sampled)
+    lacking = ~empty & ~members
     if lacking.any():
         row = int(np.argmax(lacking))
+        ids = SupportIds.of(support)
         raise ValueError(
             f"{place(row)}: the sampled id {tokens.sampled[row]} is not among its"
             f" {ids.counts[row]} ids{hints.support(ids, tokens.sampled, tokens.bounds, row)}"
@@ -471,3 +471,16 @@ def _check_support(
                 f"{_NAME}: {LOGPROBS_FIELD} of {where}: {logprobs[row]}, but its support row is"
                 f" empty{hint}"
             )
+
+
+def _members(support: Any, sampled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[N] bool each: the row is empty, and it holds its sampled id."""
+    if not isinstance(support, PackedTensor):
+        ids = SupportIds.of(support)
+        return ids.counts == 0, ids.members(sampled)
+    held = support.values.numpy()
+    if held.shape[1] == 0:
+        return np.ones(sampled.size, dtype=np.bool_), np.zeros(sampled.size, dtype=np.bool_)
+    own = sampled.astype(held.dtype)  # a token id past int32 is in no row
+    own[own != sampled] = NO_CANDIDATE - 1
+    return held[:, 0] == NO_CANDIDATE, (held == own[:, None]).any(1)
