@@ -68,7 +68,7 @@ class StagedCopy:
         return self._done is None or self._done.query()
 
 
-@ranged_methods("prefetch")
+@ranged_methods()
 class DeviceStager:
     """Copies batches to one device on a stream of its own, through pinned buffers that it keeps.
 
@@ -214,7 +214,8 @@ class DeviceStager:
     def _send(self, layout: LayOut, make: Made, ring: "_Ring") -> StagedCopy:
         stream = self._stream
         assert stream is not None
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+        # no tensor of inference mode: the threads that write it are not in it
+        with torch.inference_mode(False), torch.cuda.device(self.device), torch.cuda.stream(stream):
             memory = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.device)
             sources, through_ring = [], []
             for chunk in layout.chunks():

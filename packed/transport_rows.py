@@ -103,7 +103,7 @@ class LayOut:
         """Trajectories ``ids`` of a batch or packed field, all where that is None."""
         if isinstance(value, Batch):
             size = len(value) if ids is None else ids.size
-            check_total("stage", size, "trajectories")
+            check_total("DeviceStager.stage", size, "trajectories")
             made = self._add_fields(dict(value.fields), ids)
             return lambda memory: value._with(made(memory), size)
         return self._add_field(value, ids)

@@ -20,6 +20,7 @@ What lies in it:
     buffers   the fields, each from a page of its own on
 """
 
+import errno
 import fcntl
 import mmap
 import os
@@ -44,6 +45,8 @@ _PLACE: Final = struct.Struct("<QQ")
 #: What one task writes; a multiple of every page size.
 _BLOCK_BYTES: Final = 16 * 2**20
 _MOST_THREADS: Final = 8
+#: linux/memfd.h: never to be executed, which some systems ask for
+_MFD_NOEXEC_SEAL: Final = 8
 
 
 class SharedHandle(NamedTuple):
@@ -55,7 +58,7 @@ class SharedHandle(NamedTuple):
     num_bytes: int
 
 
-@ranged_methods("close")
+@ranged_methods()
 class SharedBatch:
     """The owner's side of a batch that ``share_batch`` wrote; a context manager.
 
@@ -205,10 +208,7 @@ def _share(name: str, value: Shippable, num_threads: int) -> SharedBatch:
     )
     head = header + _CHECKSUM.pack(zlib.crc32(header)) + table
 
-    if not hasattr(os, "memfd_create"):
-        raise OSError(f"{name} needs Linux: there is no memfd_create here")
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    descriptor = os.memfd_create(_file_name(token.hex()), flags)
+    descriptor = _create(name, token.hex())
     try:
         os.ftruncate(descriptor, num_bytes)
         _write(descriptor, memoryview(head), 0)
@@ -227,6 +227,18 @@ def _share(name: str, value: Shippable, num_threads: int) -> SharedBatch:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def _create(name: str, token: str) -> int:
+    if not hasattr(os, "memfd_create"):
+        raise OSError(f"{name} needs Linux: there is no memfd_create here")
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create(_file_name(token), flags | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return os.memfd_create(_file_name(token), flags)  # before Linux 6.3
 
 
 def _file_name(token: str) -> str:

@@ -156,6 +156,14 @@ def test_what_was_staged_is_private(stager):
     assert len(storages) == 1
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_a_batch_is_staged_in_any_grad_mode(device, mode):
+    stager, batch = DeviceStager(device, **SMALL), make_batch(4, 60)
+    with mode():
+        staged = stager.stage(batch, trajectories=[3, 1]).wait()
+        assert flat(on_host(staged)) == chosen(flat(batch), [3, 1])
+
+
 def test_prefetch_gives_all_in_order_and_takes_them_early(device):
     taken = []
 
