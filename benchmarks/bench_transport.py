@@ -5,7 +5,8 @@
 
 One batch of routes [rows, 48, 8] uint8 and support [rows, 20] int32. The providers of a case take
 turns, in another order each round, and every result is freed before the next; ratios are medians
-over the rounds of the ratios within one, times medians.
+over the rounds of the ratios within one, times medians; ``cpu_ms`` is CPU time of this process,
+all threads, which other work on the machine disturbs less than the clock's ``ms``.
 
 ``ray``, where Ray is installed: put and get in one process, in a store that holds four of them
 
@@ -108,27 +109,34 @@ def bytes_of(batch: Batch) -> torch.Tensor:
 # --- turns ----------------------------------------------------------------------------------------
 
 
+Turns = dict[str, list[float]]
+
+
 def take_turns(
     calls: dict[str, Callable[[], Any]], rounds: int, *, warm: int = 2
-) -> dict[str, list[float]]:
-    """Milliseconds of each call in each round. A call gives what keeps its result, with a
-    ``release`` where that takes more than to forget it; that is not timed."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
+) -> tuple[Turns, Turns]:
+    """Milliseconds of each call in each round, by the clock and of this process's CPUs. A call
+    gives what keeps its result, with a ``release`` where that takes more than to forget it; that is
+    not timed."""
+    times: Turns = {name: [] for name in calls}
+    cpu: Turns = {name: [] for name in calls}
     shuffle = random.Random(0)
     for number in range(rounds + warm):
         for name in shuffle.sample(list(calls), len(calls)):
-            begin = time.perf_counter()
+            cpu_begin, begin = time.process_time(), time.perf_counter()
             result = calls[name]()
             ms = 1e3 * (time.perf_counter() - begin)
+            cpu_ms = 1e3 * (time.process_time() - cpu_begin)
             getattr(result, "release", lambda: None)()
             del result
             gc.collect()
             if number >= warm:
                 times[name].append(ms)
-    return times
+                cpu[name].append(cpu_ms)
+    return times, cpu
 
 
-def ratio(times: dict[str, list[float]], of: str, to: str) -> float:
+def ratio(times: Turns, of: str, to: str) -> float:
     return median(a / b for a, b in zip(times[of], times[to], strict=True))
 
 
@@ -191,11 +199,12 @@ def measure_ray(num_bytes: int, rounds: int) -> Iterator[Line]:
         if not torch.equal(bytes_of(calls["packhorse"]()[0]), torch.from_numpy(array)):
             raise ValueError("ray: another batch came back")
         sizes = ray_sizes(calls)
-        times = take_turns(calls, rounds, warm=4)
+        times, cpu = take_turns(calls, rounds, warm=4)
         for name, taken in times.items():
             line = {"case": "ray", "provider": name, "bytes": array.nbytes, "ms": rounded(taken)}
             line |= {"object_bytes": sizes[name], "share": sizes[name] / sizes["packhorse"]}
-            line["x_numpy"] = round(ratio(times, name, "numpy"), 3)
+            line |= {"cpu_ms": rounded(cpu[name]), "x_numpy": round(ratio(times, name, "numpy"), 3)}
+            line["x_numpy_cpu"] = round(ratio(cpu, name, "numpy"), 3)
             yield line | {"ray": ray.__version__}
     finally:
         ray.shutdown()
@@ -243,9 +252,10 @@ def measure_shared(num_bytes: int, rounds: int) -> Iterator[Line]:
     calls = shared_calls(batch, array)
     if not torch.equal(bytes_of(calls["packhorse"]().value), torch.from_numpy(array)):
         raise ValueError("shared: another batch came back")
-    times = take_turns(calls, rounds)
+    times, cpu = take_turns(calls, rounds)
     for name, taken in times.items():
         line = {"case": "shared", "provider": name, "bytes": array.nbytes, "ms": rounded(taken)}
+        line["cpu_ms"] = rounded(cpu[name])
         for other in ("memcpy", "memcpy, huge"):
             line[f"x_{other.replace(', ', '_')}"] = round(ratio(times, name, other), 3)
         yield line
@@ -310,8 +320,8 @@ def measure_device(num_bytes: int, rounds: int) -> Iterator[Line]:
         raise ValueError("device: gathered brings another batch")
     del half
 
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    host: dict[str, list[float]] = {name: [] for name in calls}
+    times: Turns = {name: [] for name in calls}
+    host: Turns = {name: [] for name in calls}
     shuffle = random.Random(0)
     for number in range(rounds + 2):
         for name in shuffle.sample(list(calls), len(calls)):
@@ -358,7 +368,7 @@ def measure_overlap(
             main.wait_stream(stream)
             return result
 
-        times: dict[str, list[float]] = {"copy": [], "product": [], "both": []}
+        times: Turns = {"copy": [], "product": [], "both": []}
         for _ in range(rounds):
             times["copy"].append(device_ms(calls[name], stream)[0])
             times["product"].append(device_ms(lambda c=count: products(c), main)[0])
