@@ -17,10 +17,11 @@ the ratios within one:
                            padded; in the first three rounds only
 
 A line holds a provider's milliseconds of each round (``wall_ms``, and ``cpu_ms`` of all threads),
-its medians of ratios (``x_memcpy``, ``x_memcpy_huge``, ``x_rectangle``), the bytes of its result
-over the packed bytes (``memory``), how far the process's resident memory rose, over the same
-(``peak``, where the system lets the peak be reset), and the share of the machine's CPU time that
-other processes took (``load_of_others``).
+its medians of ratios (``x_memcpy``, ``x_memcpy_huge``, ``x_rectangle``; ``cpu_x_…`` of the CPU
+time, which other processes disturb less), the bytes of its result over the packed bytes
+(``memory``), how far the process's resident memory rose, over the same (``peak``, where the system
+lets the peak be reset), and the share of the machine's CPU time that other processes took
+(``load_of_others``).
 """
 
 import argparse
@@ -243,9 +244,9 @@ def measure(name: str, batch: Batch, rounds: int) -> Iterator[dict[str, Any]]:
     others = (_busy_s() - busy) - (time.process_time() - mine)
     load = others / ((time.perf_counter() - begin) * (os.cpu_count() or 1))
 
-    def times_of(provider: str, baseline: str) -> float:
+    def times_of(provider: str, baseline: str, clock: str = "wall_s") -> float:
         pairs = zip(turns[provider], turns[baseline], strict=False)  # the rounds that both took
-        return median(turn.wall_s / other.wall_s for turn, other in pairs)
+        return median(getattr(turn, clock) / getattr(other, clock) for turn, other in pairs)
 
     for provider, taken in turns.items():
         line: dict[str, Any] = {
@@ -258,6 +259,9 @@ def measure(name: str, batch: Batch, rounds: int) -> Iterator[dict[str, Any]]:
             "x_memcpy": round(times_of(provider, "memcpy"), 3),
             "x_memcpy_huge": round(times_of(provider, "memcpy, huge pages"), 3),
             "x_rectangle": round(times_of(provider, "rectangle"), 4),
+            "cpu_x_memcpy": round(times_of(provider, "memcpy", "cpu_s"), 3),
+            "cpu_x_memcpy_huge": round(times_of(provider, "memcpy, huge pages", "cpu_s"), 3),
+            "cpu_x_rectangle": round(times_of(provider, "rectangle", "cpu_s"), 4),
             "memory": round(taken[0].result_bytes / batch.num_bytes, 3),
             "load_of_others": round(load, 3),
         }
