@@ -87,6 +87,8 @@ def _bits_of(values: Tensor) -> np.ndarray | None:
     """The same memory as integers of its dtype's width; None where torch has to copy it."""
     if not values.is_cpu or values.requires_grad or type(values) is not Tensor:
         return None
+    if torch.compiler.is_compiling():
+        return None
     if values.is_conj() or values.is_neg() or (bits := _BITS.get(values.itemsize)) is None:
         return None
     return values.view(bits).numpy()
