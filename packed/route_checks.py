@@ -11,6 +11,7 @@ trajectories of the block are looked at one after another, which finds the row t
 Sizes: L captured layers, K experts a token, E experts, P (row, layer) pairs of a block.
 """
 
+import mmap
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
@@ -229,8 +230,17 @@ class _Proof:
         arrays: dict[str, np.ndarray] = self._of_thread.__dict__
         key = f"{name} {dtype}"
         if key not in arrays:
-            arrays[key] = np.empty(size, dtype=dtype)
+            arrays[key] = _scratch_array(size, dtype)
         return arrays[key]
+
+
+def _scratch_array(size: int, dtype: np.dtype) -> np.ndarray:
+    """[size], not set; a large one's pages go back to the system with it, not to the heap."""
+    num_bytes = size * dtype.itemsize
+    if num_bytes < 1 << 20:
+        return np.empty(size, dtype=dtype)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(pages, dtype=dtype)
 
 
 def _find_fault(where: str, ids: np.ndarray, num_experts: int, experts_at: np.ndarray) -> None:
