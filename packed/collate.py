@@ -273,7 +273,7 @@ def pack_support(
         TypeError: an argument or a trajectory has a wrong type, or is on a device.
         ValueError: the rows of a trajectory are not as many as its response tokens; an id is out of
             range or repeated in its row; the sampled id is no member; a row does not fit ``width``,
-            or makes the result larger than ``max_bytes``.
+            or makes the result larger than ``max_bytes``. Of several wrong rows the first is named.
     """
     name = "pack_support"
     vocab_size = positive(vocab_size, f"{name}: vocab_size")

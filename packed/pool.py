@@ -21,7 +21,7 @@ from typing import Final
 
 from packhorse.packed.host import host_count
 
-#: What a copy through memory can use; more threads than that only wait for it.
+#: Most threads where the caller names no number; more than 2 were not measured.
 MOST_THREADS: Final = 16
 
 
