@@ -389,4 +389,4 @@ def test_many_short_trajectories_cost_little_more_than_joining_them():
     packed = pack_routes(routes, lengths, num_experts=16, topk=2, num_layers=4, num_threads=1)
     packed_s = time.thread_time() - started
     assert np.array_equal(packed.values.numpy(), expected)
-    assert packed_s < 60 * joined_s  # 9 times as long on an idle core
+    assert packed_s < 30 * joined_s  # 5 times as long on one core of an EPYC
