@@ -41,6 +41,9 @@ OPTIONAL = {
     "matplotlib": {"replay/demo_plot.py"},
     "tensordict": {"packed/batch_tensordict.py"},
     "nvtx": {"packhorse/_nvtx.py"},
+    "xxhash": {"packed/wire_format.py"},
+    "pybase64": {"packed/wire_base64.py"},
+    "orjson": {"packed/wire_json.py"},
 }  # fmt: skip
 READS_SWITCH = re.compile(r"(?:environ|getenv).{0,9}[\"'](PACKHORSE_\w+)")
 
