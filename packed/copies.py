@@ -83,6 +83,14 @@ def clone_rows(values: Tensor) -> Tensor:
     return _tensor_of(array.copy(), values.dtype)
 
 
+def cast_rows(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """``values.to(dtype)`` for another dtype."""
+    if _bits_of(values) is None or dtype.itemsize not in _BITS:
+        return values.to(dtype)
+    memory = np.empty(tuple(values.shape), dtype=f"i{dtype.itemsize}")
+    return _tensor_of(memory, dtype).copy_(values)
+
+
 def _bits_of(values: Tensor) -> np.ndarray | None:
     """The same memory as integers of its dtype's width; None where torch has to copy it."""
     if not values.is_cpu or values.requires_grad or type(values) is not Tensor:

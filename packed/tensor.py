@@ -28,7 +28,7 @@ from packhorse.packed.checks import (
     check_padded_size,
     check_values,
 )
-from packhorse.packed.copies import clone_rows, join_rows, repeat_rows, take_runs
+from packhorse.packed.copies import cast_rows, clone_rows, join_rows, repeat_rows, take_runs
 from packhorse.packed.host import (
     Selector,
     accumulate,
@@ -355,7 +355,7 @@ class PackedTensor(PackedSegments):
         source, result = torch.iinfo(self.dtype), torch.iinfo(dtype)
         if not (result.min <= source.min and source.max <= result.max):
             raise TypeError(f"PackedTensor.widen: {dtype} does not hold all of {self.dtype}")
-        return self._make(self._values.to(dtype), self._bounds, self._cu_seqlens)
+        return self._make(cast_rows(self._values, dtype), self._bounds, self._cu_seqlens)
 
     def pin_memory(self) -> "PackedTensor":
         """Copy to page-locked memory, from where ``to(device, non_blocking=True)`` does not wait.

@@ -34,7 +34,7 @@ from tests.packed.batch_model import (
 # --- every operation against lists ----------------------------------------------------------------
 
 HAS_TENSORDICT = importlib.util.find_spec("tensordict") is not None
-SEQUENCES, BLOCKS = 1200, 12
+SEQUENCES, BLOCKS = 1020, 12
 MOST = 24  # trajectories
 
 
