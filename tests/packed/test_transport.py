@@ -54,6 +54,9 @@ class Rank:
     def make(self, rows: int) -> Batch:
         return make_batch(4, rows)
 
+    def put(self, rows: int) -> list:
+        return [put_batch(make_batch(4, rows))]
+
 
 @pytest.fixture(scope="module")
 def ray():
@@ -132,6 +135,17 @@ def test_a_packed_field_alone_is_put_as_a_batch_is(ray):
     assert in_store(mapping_of(got.values))
     assert in_store(mapping_of(got.row_offsets))
     assert got == ragged[2:]
+    batch = make_batch(6, 30).with_fields({SUPPORT: ragged})
+    got = get_batch(put_parts(batch, 3)[1])
+    assert got[SUPPORT] == ragged[2:4]
+    assert in_store(mapping_of(got[SUPPORT].values))
+
+
+def test_a_worker_puts_too(ray, rank):
+    (ref,) = ray.get(rank.put.remote(50))
+    got = get_batch(ref)
+    assert flat(got) == flat(make_batch(4, 50))
+    assert in_store(mapping_of(got[ROUTES].values))
 
 
 def test_operations_write_no_page_of_the_store(ray, rank):

@@ -16,7 +16,7 @@ from packhorse.packed.batch import Batch
 from packhorse.packed.ragged import PackedRagged
 from packhorse.packed.tensor import PackedTensor
 from packhorse.packed.transport_device import DeviceStager
-from tests.packed.transport_helpers import ROUTES, chosen, flat, make_batch, make_ragged
+from tests.packed.transport_helpers import ROUTES, SUPPORT, chosen, flat, make_batch, make_ragged
 
 TENTH = 200_000_000  # cycles of ``torch.cuda._sleep``, about a tenth of a second
 SMALL = {"buffer_bytes": 4096, "num_buffers": 2, "num_threads": 2}
@@ -75,6 +75,9 @@ def test_a_staged_ragged_field_holds_those_trajectories(stager, trajectories, id
         rows = rows_of(ragged)
         assert rows_of(staged) == [rows[i] for i in ids]
         assert staged.widths.tolist() == [len(row) for i in ids for row in rows[i]]
+        batch = make_batch(6, 10).with_fields({SUPPORT: ragged})
+        field = stager.stage(batch, trajectories=trajectories).wait()[SUPPORT]
+        assert rows_of(field) == [rows[i] for i in ids]
 
 
 DTYPES = [
@@ -345,7 +348,7 @@ def test_a_pinned_source_is_kept_until_it_was_read(cuda, registered):
         )
         assert source[ROUTES].is_pinned()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(2 * TENTH)
+        torch.cuda._sleep(5 * TENTH)
     copy = stager.stage(source)
     kept = [tensor.untyped_storage().data_ptr() for _, held in stager._sources for tensor in held]
     assert source[ROUTES].values.untyped_storage().data_ptr() in kept

@@ -203,7 +203,9 @@ def test_this_process_may_attach_too():
     batch, ragged = make_batch(4, 60), make_ragged(6, 60)
     gc.collect()
     before = files_held()
-    for value in (batch, batch[ROUTES], ragged, ragged[3:], batch[1:3], batch[[2, 0]], batch[:0]):
+    both = make_batch(6, 10).with_fields({SUPPORT: ragged})
+    values = (batch, batch[ROUTES], ragged, ragged[3:], both[1:], batch[1:3], batch[[2, 0]])
+    for value in (*values, batch[:0]):
         with share_batch(value) as shared:
             got = attach_batch(shared.handle)
             assert files_held() > before
