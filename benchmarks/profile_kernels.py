@@ -22,9 +22,10 @@ from typing import Any
 import torch
 import triton
 from harness import DRY, Case, Cases, Setting, environment
+from lm_head_scoring import draw_ids
 from torch import Tensor
 
-from packhorse import gather_routes
+from packhorse import gather_routes, lm_head_support_logprobs
 
 #: (script, case) of the benchmarks
 PROFILED = (
@@ -79,7 +80,11 @@ def cases(setting: Setting) -> Cases:
     for script, name in PROFILED:
         build = importlib.import_module(script).cases(setting)[name]
         found[f"{script.removeprefix('bench_')}: {name}"] = build
-    return {**found, "routes: 32 of 2k-8k, 26x6 uint8 -> int32": six_experts(setting)}
+    return {
+        **found,
+        "routes: 32 of 2k-8k, 26x6 uint8 -> int32": six_experts(setting),
+        "scoring: 8k x 2048, V 151,936, C 20, forward and backward": scoring(setting),
+    }
 
 
 def six_experts(setting: Setting) -> Callable[[], Case]:
@@ -98,6 +103,36 @@ def six_experts(setting: Setting) -> Callable[[], Case]:
         return Case(
             tokens=num_rows,
             bytes_moved=num_rows * (per_row + 8) + num_rows * (4 * per_row + 1),
+            providers={"packhorse": ours},
+            expected=ours,
+        )
+
+    return build
+
+
+def scoring(setting: Setting) -> Callable[[], Case]:
+    """Scores over the support from hidden states, with both gradients."""
+
+    def build() -> Case:
+        num_tokens, hidden_size, width = setting.size(8192), 2048, 20
+        vocab = max(setting.size(151936), width)
+        device, dtype = setting.device, torch.bfloat16
+        hidden = torch.randn(num_tokens, hidden_size, device=device).to(dtype).requires_grad_()
+        weight = torch.randn(vocab, hidden_size, device=device).to(dtype).requires_grad_()
+        ids = draw_ids(num_tokens, vocab, width, 1.0, device)
+        sampled = ids[:, 0].long()
+        main_grad = torch.zeros(weight.shape, device=device)
+
+        def ours(_: int) -> tuple[Tensor, ...]:
+            scores = lm_head_support_logprobs(hidden, weight, ids, sampled, main_grad=main_grad)
+            return torch.autograd.grad(scores.logprobs.sum(), hidden)
+
+        distinct = int(ids.unique().numel())
+        # rows of the weight in both passes, their gradients read and written; hidden states
+        row_bytes = hidden_size * (2 * 2 + 2 * 4)
+        return Case(
+            tokens=num_tokens,
+            bytes_moved=distinct * row_bytes + num_tokens * hidden_size * 2 * 3,
             providers={"packhorse": ours},
             expected=ours,
         )

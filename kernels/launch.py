@@ -98,7 +98,7 @@ class Launcher:
     def __call__(
         self,
         grid: tuple[int, ...],
-        args: tuple[Tensor | int | None, ...],
+        args: tuple[Tensor | int | float | None, ...],
         constants: tuple[Any, ...] = (),
         num_warps: int = 4,
     ) -> None:
@@ -106,7 +106,8 @@ class Launcher:
 
         Args:
             grid: programs along each of one to three axes, each at least 1.
-            args: pointers, then scalars, in the kernel's order.
+            args: pointers, then scalars, in the kernel's order; each scalar is always an int, or
+                always a float, which is float32 in the kernel.
             constants: its constexprs, in its order.
         """
         first: Any = args[0]
@@ -115,7 +116,7 @@ class Launcher:
         for scalar in scalars:
             if type(scalar) is not int:
                 # a bool would be compiled as one bit, and NumPy's integers not at all
-                scalars = [int(operator.index(s)) for s in scalars]
+                scalars = [s if type(s) is float else int(operator.index(s)) for s in scalars]
                 break
         if not first.is_cuda:
             self.kernel[grid](*tensors, *scalars, *constants, num_warps=num_warps)

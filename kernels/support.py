@@ -40,23 +40,31 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from packhorse._nvtx import ranged
-from packhorse.packed.sentinels import NO_CANDIDATE
+from packhorse.kernels.members import (
+    SAMPLED_IMPOSSIBLE,
+    SAMPLED_OUTSIDE,
+    SUPPORT_INVALID,
+    SUPPORT_MISSING,
+    SUPPORT_OK,
+    grad_members,
+    order_support,
+    score_members,
+)
 
-#: ``status[t]``: row t was scored.
-SUPPORT_OK: Final = 0
-#: ``status[t]``: every entry of the support row is -1 (an observation, an appended token, a pad).
-SUPPORT_MISSING: Final = 1
-#: ``status[t]``: the support row holds ids, none of them inside the vocabulary.
-SUPPORT_INVALID: Final = 2
-#: ``status[t]``: the sampled id is not a member of the support.
-SAMPLED_OUTSIDE: Final = 3
-#: ``status[t]``: the sampled id is a member whose logit is -inf.
-SAMPLED_IMPOSSIBLE: Final = 4
+__all__ = [
+    "SAMPLED_IMPOSSIBLE",
+    "SAMPLED_OUTSIDE",
+    "SUPPORT_INVALID",
+    "SUPPORT_MISSING",
+    "SUPPORT_OK",
+    "SupportScores",
+    "full_logprobs",
+    "support_logprobs",
+]
 
 LOGITS_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 SUPPORT_DTYPES = frozenset({torch.int32, torch.int64})
 
-_INF: Final = float("inf")
 #: Widened logits that ``full_logprobs`` holds at once: 64 MiB of float32.
 _CHUNK_ELEMENTS: Final = 1 << 24
 
@@ -70,7 +78,7 @@ class SupportScores(NamedTuple):
     num_ignored: Tensor  # [T] int32: repeated ids, and ids outside [-1, V)
 
 
-# --- reference: the specification, and what every device runs -------------------------------------
+# --- reference: the specification, and, but for members, what every device runs -------------------
 
 
 def _scale(x: Tensor, temperature: float) -> Tensor:
@@ -78,75 +86,43 @@ def _scale(x: Tensor, temperature: float) -> Tensor:
     return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32) / temperature
 
 
-def support_logprobs_reference(
+def _score_logits(
     logits: Tensor,
     support_ids: Tensor,
     sampled_ids: Tensor,
     temperature: float,
     vocab_size: int | None,
 ) -> tuple[SupportScores, Tensor, Tensor]:
-    """Returns the scores, and for the backward: columns [T, C] int64, member_logprobs [T, C]."""
-    num_tokens, num_columns = logits.shape
-    vocab_size = num_columns if vocab_size is None else vocab_size
-    if support_ids.shape[1] == 0:
-        support_ids = support_ids.new_full((num_tokens, 1), NO_CANDIDATE)
-
-    # from the ids alone: members are the first of each run of equal ids, inside the vocabulary
-    ids = support_ids.contiguous().sort(dim=1).values  # one order of sums for any strides
-    before = torch.cat([ids.new_full((num_tokens, 1), NO_CANDIDATE), ids[:, :-1]], dim=1)
-    named = ids != NO_CANDIDATE
-    member = (ids != before) & (ids >= 0) & (ids < vocab_size)
-    sampled = member & (ids == sampled_ids[:, None])
-
+    """Returns the scores, and for the backward: columns [T, C] int32, member_logprobs [T, C]."""
+    vocab_size = logits.shape[1] if vocab_size is None else vocab_size
+    columns, known, num_ignored = order_support(support_ids, vocab_size)
     # an entry that is no member reads some column, and its value is never selected
-    columns = ids.clamp(0, vocab_size - 1).long()
-    z = _scale(logits.gather(1, columns), temperature)
-
-    status = torch.zeros_like(sampled_ids, dtype=torch.uint8)
-    status = status.masked_fill((sampled & (z == -_INF)).any(1), SAMPLED_IMPOSSIBLE)
-    status = status.masked_fill(~sampled.any(1), SAMPLED_OUTSIDE)
-    status = status.masked_fill(~member.any(1), SUPPORT_INVALID)
-    status = status.masked_fill(~named.any(1), SUPPORT_MISSING)
-    ok = status == SUPPORT_OK
-
-    # from here on a row without a score has no member, and each sum over it is 0
-    live = member & (z != -_INF) & ok[:, None]
-    row_max = torch.where(live, z, -_INF).amax(1, keepdim=True)
-    # a spread past the dtype stays finite: its weight is 0, and 0 * -inf would be NaN
-    shifted = torch.where(live, (z - row_max).clamp(min=torch.finfo(z.dtype).min), 0.0)
-    weights = torch.where(live, shifted.exp(), 0.0)
-    total = torch.where(ok, weights.sum(1), 1.0)
-    log_total = total.log()
-
-    logprobs = torch.where(sampled, shifted, 0.0).sum(1) - log_total
-    entropy = log_total - (weights * shifted).sum(1) / total
-    num_ignored = (named.sum(1) - member.sum(1)).to(torch.int32)
-    member_logprobs = torch.where(live, shifted - log_total[:, None], -_INF)
+    members = logits.gather(1, columns.clamp(min=0).long())
+    members = members.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    logprobs, entropy, status, member_logprobs = score_members(
+        members[None], columns, known, sampled_ids, *as_operand(temperature, members)
+    )
     return SupportScores(logprobs, entropy, status, num_ignored), columns, member_logprobs
 
 
-def support_logprobs_backward_reference(
-    grad_logprobs: Tensor,  # [T]
-    grad_entropy: Tensor,  # [T]
-    columns: Tensor,  # [T, C] int64
-    member_logprobs: Tensor,  # [T, C], -inf where the entry is no member of D(t)
-    entropy: Tensor,  # [T]
-    sampled_ids: Tensor,  # [T]
-    temperature: float,
+def as_operand(temperature: float, like: Tensor) -> tuple[float, Tensor | None]:
+    """``temperature`` and ``temperatures`` for an operator; of ``like`` [T, C] the dtype."""
+    if torch.compiler.is_compiling():
+        return 1.0, like.new_ones((like.shape[0],)) * temperature
+    return temperature, None
+
+
+def _grad_logits(
+    grad_members: Tensor,  # [T, C]
+    columns: Tensor,  # [T, C] int32
     num_columns: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns the gradient of the logits, [T, num_columns] ``dtype``."""
-    live = member_logprobs != -_INF
-    log_p = torch.where(live, member_logprobs, 0.0)
-    p = log_p.exp()
-    chosen = (columns == sampled_ids[:, None]).to(p.dtype)
-    grad_z = grad_logprobs[:, None] * (chosen - p)
-    grad_z = grad_z - grad_entropy[:, None] * p * (log_p + entropy[:, None])
-    grad_members = torch.where(live, grad_z / temperature, 0.0).to(dtype)
-    # a column may occur more than once, but only one of its entries is live: the others add 0
-    grad_logits = grad_members.new_zeros(columns.shape[0], num_columns)
-    return grad_logits.scatter_add_(1, columns, grad_members)
+    """The gradient of the logits, [T, num_columns] ``dtype``; each member has its own place."""
+    grads = grad_members.to(dtype)
+    grad_logits = grads.new_zeros(columns.shape[0], num_columns)
+    # entries that are no member add 0 to some column, whatever the order
+    return grad_logits.scatter_add_(1, columns.clamp(min=0).long(), grads)
 
 
 def full_logprobs_reference(
@@ -211,7 +187,7 @@ def _row_chunks(x: Tensor, num_columns: int | None = None) -> tuple[Tensor, ...]
 class _SupportLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, support_ids, sampled_ids, temperature, vocab_size):
-        scores, columns, member_logprobs = support_logprobs_reference(
+        scores, columns, member_logprobs = _score_logits(
             logits, support_ids, sampled_ids, temperature, vocab_size
         )
         ctx.save_for_backward(columns, member_logprobs, scores.entropy, sampled_ids)
@@ -223,10 +199,11 @@ class _SupportLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy, _grad_status, _grad_num_ignored):
         columns, member_logprobs, entropy, sampled_ids = ctx.saved_tensors
-        grad_logits = support_logprobs_backward_reference(
+        grads = grad_members(
             grad_logprobs, grad_entropy, columns, member_logprobs, entropy, sampled_ids,
-            ctx.temperature, ctx.num_columns, ctx.dtype,
+            *as_operand(ctx.temperature, member_logprobs),
         )  # fmt: skip
+        grad_logits = _grad_logits(grads, columns, ctx.num_columns, ctx.dtype)
         return grad_logits, None, None, None, None
 
 
@@ -300,7 +277,7 @@ def support_logprobs(
     arguments = logits, support_ids, sampled_ids, temperature, vocab_size
     if torch.is_grad_enabled() and logits.requires_grad:
         return SupportScores(*_SupportLogprobs.apply(*arguments))
-    return support_logprobs_reference(*arguments)[0]
+    return _score_logits(*arguments)[0]
 
 
 @ranged
@@ -355,6 +332,11 @@ def _validate(op: str, logits: Tensor, sampled_ids: Tensor, temperature: float) 
         )
     if sampled_ids.device != logits.device:
         raise ValueError(f"{op}: sampled_ids on {sampled_ids.device}, logits on {logits.device}")
+    return check_temperature(op, temperature)
+
+
+def check_temperature(op: str, temperature: float) -> float:
+    """A finite number > 0, as a float."""
     if isinstance(temperature, bool) or not isinstance(temperature, int | float):
         raise TypeError(f"{op}: temperature must be a number, got {type(temperature).__name__}")
     least = torch.finfo(torch.float32).tiny

@@ -19,7 +19,16 @@ from torch import Tensor
 import packhorse.kernels
 from packhorse.kernels import dense as dense_
 from packhorse.kernels import dummies as dummy
-from packhorse.kernels import layout, routes, rows, support_rows, tables, validate
+from packhorse.kernels import (
+    layout,
+    lm_head_members,
+    members,
+    routes,
+    rows,
+    support_rows,
+    tables,
+    validate,
+)
 from tests.tools.aot import AMD_TARGETS, TARGETS, Report, amd_spills, compile_only, report
 
 u8, i16, i32, i64 = torch.uint8, torch.int16, torch.int32, torch.int64
@@ -144,6 +153,32 @@ def check_support(width: int, kernel: str = "_validate_support_kernel") -> Launc
     return Launch(kernel, run, 96, (32, 0.0), stores)
 
 
+def member_rows(kernel: str, width: int, registers: int = 96) -> Launch:
+    """The kernels over [T, C] that support scoring shares; each cell moves by itself."""
+
+    def run() -> None:
+        columns, members_ = meta(TOKENS, width, dtype=i32), meta(TOKENS, width, dtype=torch.float32)
+        row, known = meta(TOKENS, dtype=torch.float32), meta(TOKENS, dtype=u8)
+        members._order_support_cuda(columns, 1000)
+        members._score_members_cuda(members_[None], columns, known, ids(), 0.7)
+        members._grad_members_cuda(row, row, columns, members_, row, ids(), 0.7)
+
+    return Launch(kernel, run, registers)
+
+
+def lm_head(kernel: str, hidden_size: int, loads: tuple[int, float], stores: tuple[int, float]):
+    def run() -> None:
+        hidden = meta(TOKENS, hidden_size, dtype=torch.bfloat16)
+        weight = meta(9001, hidden_size, dtype=torch.bfloat16)
+        columns, grads = meta(TOKENS, 20, dtype=i32), meta(TOKENS, 20, dtype=torch.float32)
+        main_grad = meta(9001, hidden_size, dtype=torch.float32)
+        lm_head_members._project_members_cuda(hidden, weight, None, columns, 0)
+        lm_head_members._grad_hidden_of_members_cuda(grads, weight, columns, 0)
+        lm_head_members._add_weight_gradient_cuda(main_grad, grads, hidden, columns, 0)
+
+    return Launch(kernel, run, 128, loads, stores)
+
+
 def gather_routes(
     captured: tuple[int, int],
     dtype: torch.dtype,
@@ -206,6 +241,16 @@ LAUNCHES = {
     "check support of 20": check_support(20),
     "check support of 128": check_support(128),
     "clear checks": check_support(20, "_clear_checks_kernel"),
+    "order support of 20": member_rows("_order_support_kernel", 20),
+    "order support of 1000": member_rows("_order_support_kernel", 1000),
+    "score support of 20": member_rows("_score_members_kernel", 20),
+    "score support of 1000": member_rows("_score_members_kernel", 1000),
+    "gradients of members": member_rows("_grad_members_kernel", 20),
+    "LM head of 1024": lm_head("_project_members_kernel", 1024, (128, 0.8), (8, 0.0)),
+    "LM head of 1032": lm_head("_project_members_kernel", 1032, (128, 0.8), (8, 0.0)),
+    "LM head of 1024, hidden": lm_head("_grad_hidden_kernel", 1024, (128, 0.6), (128, 1.0)),
+    "LM head of 1024, weight": lm_head("_grad_weight_kernel", 1024, (128, 0.6), (128, 1.0)),
+    "LM head of 1024, parts": lm_head("_join_weight_parts_kernel", 1024, (128, 0.8), (128, 1.0)),
     "dummies of 8": dummies(8, i32, spread=False),
     "dummies of 8 uint8": dummies(8, u8, spread=False, bits=64),
     "dummies of 8 spread": dummies(8, i32, spread=True),

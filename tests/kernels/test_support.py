@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from packhorse.kernels import support
 from packhorse.kernels.support import SupportScores, full_logprobs, support_logprobs
 from packhorse.testing import assert_within_budget
+from tests.conftest import INTERPRET
 from tests.kernels.support_oracle import (
     DTYPES,
     IMPOSSIBLE,
@@ -33,6 +34,10 @@ from tests.kernels.support_oracle import (
     result_dtype,
     score_one,
     score_rows,
+)
+
+pytestmark = pytest.mark.skipif(
+    INTERPRET, reason="hundreds of rows; test_lm_head runs the same kernels under the interpreter"
 )
 
 # --- values ---------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from packhorse.kernels import support
 from packhorse.kernels.support import SupportScores, full_logprobs, support_logprobs
 from packhorse.testing import assert_within_budget
+from tests.conftest import INTERPRET
 from tests.kernels.support_oracle import (
     DTYPES,
     INF,
@@ -22,6 +23,10 @@ from tests.kernels.support_oracle import (
     gradients,
     result_dtype,
     score_rows,
+)
+
+pytestmark = pytest.mark.skipif(
+    INTERPRET, reason="hundreds of rows; test_lm_head runs the same kernels under the interpreter"
 )
 
 # --- shapes, strides, memory ----------------------------------------------------------------------

@@ -68,7 +68,12 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 #: kernels of operators that no training step calls by itself
-NOT_WARMED = {"_fill_dummy_routes_kernel"}
+#: compiled by their first call: they depend on the model's LM head, not on routes and layouts
+LM_HEAD = {
+    "_project_members_kernel", "_grad_hidden_kernel", "_grad_weight_kernel",
+    "_join_weight_parts_kernel",
+}  # fmt: skip
+NOT_WARMED = {"_fill_dummy_routes_kernel", *LM_HEAD}
 LAYOUT_SETTINGS = ("format", "tp_size", "cp_size", "cp_order", "sequence_parallel")
 
 
