@@ -243,8 +243,9 @@ def test_without_the_package_a_profiled_call_runs_unranged(record):
 #: public methods without a range: they look at host integers or wrap a view, nothing more
 UNRANGED = {
     "CapturedLayers.decoder", "CapturedLayers.listed", "CapturedLayers.moe_only",
+    "PackedRagged.detach", "PackedRagged.empty", "PackedRagged.is_pinned", "PackedRagged.segment",
     "PackedTensor.detach", "PackedTensor.empty", "PackedTensor.is_pinned", "PackedTensor.segment",
-    "ReplaySession.report", "ReplaySession.tally", "plot_route_mismatch",
+    "ReplaySession.report", "ReplaySession.tally", "WireError", "plot_route_mismatch",
 }  # fmt: skip
 
 
