@@ -25,22 +25,26 @@ from torch import Tensor
 
 import packhorse.replay
 from packhorse import (
+    Batch,
     Capture,
     CapturedLayers,
+    MicrobatchPlan,
     ReplayMicrobatch,
     ReplaySession,
     TokenLayout,
+    Trace,
+    Trajectory,
+    generator_output,
     install_cpu_shims,
     load_hf_model,
+    make_inputs,
+    plan_ranks_by_tokens,
     score_microbatch,
+    select_for_logprobs,
     single_process,
+    token_masks,
+    validate_batch,
 )
-from packhorse.packed.batch import Batch
-from packhorse.packed.domains import validate_batch
-from packhorse.packed.inputs import make_inputs, select_for_logprobs, token_masks
-from packhorse.packed.microbatch import MicrobatchPlan, plan_ranks_by_tokens
-from packhorse.packed.trace import Trace
-from packhorse.packed.trajectory import Trajectory, generator_output
 
 DATA = Path(next(iter(packhorse.replay.__path__))) / "data"
 EOS = 1

@@ -65,7 +65,7 @@ def _namespace() -> dict:
 
 
 def test_readme_snippets_run():
-    trainer, forward_step, scoring, numbers, rows = snippets()
+    trainer, forward_step, scoring, generator, numbers, rows = snippets()
     names = _namespace()
     # forward_step is printed second but is there before the schedule runs
     names["session"] = None
@@ -84,6 +84,30 @@ def test_readme_snippets_run():
     assert names["scores"].counts.tolist()[0] == sum(RESPONSES)
     exec(numbers, names)
     exec(rows, names)
+
+    routes = torch.rand(8, 3, EXPERTS).topk(TOPK, -1).indices.to(torch.uint8).numpy()
+    names |= {
+        "prompt_ids": [1, 2, 3],
+        "replies": [_reply([4, 5], routes[:4]), _reply([8, 9], routes)],
+        "observations": [[6, 7], []],
+        "eos_id": 1,
+        "dp_group": None,
+    }
+    exec(generator, names)
+    replayed = names["replayed"]
+    assert replayed.captured == (8,)
+    assert replayed.live_counts == (1,)  # the position that the appended token needs
+    assert names["batch"]["loss_mask"].tolist() == [[1, 1, 0, 0, 1, 1, 1]]
+
+
+def _reply(tokens: list[int], routes) -> SimpleNamespace:
+    """One turn of an engine; routes of all that it evaluated, but the last token."""
+    return SimpleNamespace(
+        token_ids=tokens,
+        logprobs=[-0.5] * len(tokens),
+        sampling_mask=[[token, token + 1] for token in tokens],
+        routed_experts=routes,
+    )
 
 
 def test_readme_names_only_what_exists():
