@@ -32,7 +32,7 @@ from packhorse.packed.wire_frames import (
     frame_parts,
     join_frames,
 )
-from packhorse.packed.wire_json import decode_json, encode_json, json_parts
+from packhorse.packed.wire_json import decode_json, encode_json
 
 __all__ = [
     "FrameJoiner",
@@ -49,5 +49,4 @@ __all__ = [
     "encode_json",
     "frame_parts",
     "join_frames",
-    "json_parts",
 ]

@@ -293,9 +293,12 @@ def check_digest(function: str, header: FieldHeader, digest: str) -> None:
         )
 
 
+_encode_header: Final = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True).encode
+
+
 def dump_header(header: Any) -> bytes:
     """The one spelling of a header: no spaces, ASCII."""
-    return json.dumps(header, separators=(",", ":"), ensure_ascii=True).encode("ascii")
+    return _encode_header(header).encode("ascii")
 
 
 def load_header(function: str, text: bytes) -> Any:

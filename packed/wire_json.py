@@ -11,6 +11,7 @@ a body with arrays is its seal, the CRC-32 of everything but the base64.
 
 import json
 import math
+import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 import numpy as np
 
 from packhorse._nvtx import ranged
-from packhorse.packed.wire_base64 import base64_size, decode_text, encode_chunks, encode_text
+from packhorse.packed.wire_base64 import base64_size, decode_text, encode_into
 from packhorse.packed.wire_format import (
     FIELD_KEYS,
     MAX_NAME_BYTES,
@@ -37,7 +38,6 @@ from packhorse.packed.wire_format import (
     check_digest,
     choose_checksum,
     damaged,
-    digest_of,
     dump_header,
     hasher,
     load_header,
@@ -56,6 +56,8 @@ _DATA: Final = b'"},"data":"'
 _CLOSE: Final = b'"}'
 _SEAL: Final = b'"__packhorse_seal__":"'
 _SEAL_BYTES: Final = len(_SEAL) + 8 + len(_CLOSE)
+#: of an envelope before its base64, beside its header
+_ENVELOPE_BYTES: Final = len(_OPEN) + len(_CRC) + 8 + len(_DATA) - 1
 #: more than a header's other members need
 _REGION_BYTES: Final = MAX_NAME_BYTES + 2048
 _DEFAULT: Final = WireLimits()
@@ -102,27 +104,29 @@ def encode_json(body: dict[str, Any], *, checksum: str | None = None) -> bytes:
     texts, arrays = _split(name, body)
     if not arrays:
         return texts[0]
-    blanks = [_envelope(array, blank_sum(algorithm)) for array in arrays]
-    size = sum(map(len, texts)) + sum(map(len, blanks)) + _SEAL_BYTES
+    blank = blank_sum(algorithm)
+    headers = [dump_header({"version": VERSION, **array.header_with(blank)}) for array in arrays]
+    size = sum(map(len, texts)) + sum(map(len, headers)) + _SEAL_BYTES
+    size += _ENVELOPE_BYTES * len(arrays)
     size += sum(base64_size(array.data.nbytes) for array in arrays)
     encoded, view = new_bytes(size)
     begin = seal = 0
 
-    def put(text: bytes, into_seal: bool = True) -> None:
+    def put(text: bytes) -> None:
         nonlocal begin, seal
         view[begin : begin + len(text)] = text
         begin += len(text)
-        if into_seal:
-            seal = zlib.crc32(text, seal)
+        seal = zlib.crc32(text, seal)
 
-    for text, array, blank in zip(texts, arrays, blanks, strict=False):
+    for text, array, header in zip(texts, arrays, headers, strict=False):
         put(text)
         head = begin
-        begin += len(blank)
+        begin += len(header) + _ENVELOPE_BYTES
         hashed = hasher(name, algorithm)
-        for piece in encode_chunks(array.data, hashed):
-            put(piece, into_seal=False)
-        envelope = _envelope(array, f"{algorithm}:{hashed.hexdigest()}")
+        end = begin + base64_size(array.data.nbytes)
+        encode_into(array.data, view[begin:end], hashed)
+        begin = end
+        envelope = _envelope(header, blank, f"{algorithm}:{hashed.hexdigest()}")
         view[head : head + len(envelope)] = envelope
         seal = zlib.crc32(envelope, seal)
     put(texts[-1])
@@ -131,31 +135,10 @@ def encode_json(body: dict[str, Any], *, checksum: str | None = None) -> bytes:
     return encoded
 
 
-@ranged
-def json_parts(body: dict[str, Any], *, checksum: str | None = None) -> list[bytes]:
-    """The same body as pieces to send one after another (a streaming response): one copy less.
-
-    Args, Raises: as ``encode_json``.
-    """
-    name = "json_parts"
-    algorithm = choose_checksum(name, checksum)
-    texts, arrays = _split(name, body)
-    if not arrays:
-        return texts
-    parts: list[bytes] = []
-    seal = 0
-    for text, array in zip(texts, arrays, strict=False):
-        head = text + _envelope(array, f"{algorithm}:{digest_of(name, algorithm, array.data)}")
-        seal = zlib.crc32(head, seal)
-        parts += [head, encode_text(array.data)]
-    end = texts[-1] + _SEAL
-    parts.append(end + b"%08x" % zlib.crc32(end, seal) + _CLOSE)
-    return parts
-
-
-def _envelope(array: Outgoing, checksum: str) -> bytes:
+def _envelope(header: bytes, blank: str, checksum: str) -> bytes:
     """All before the base64; what closes it is in the text that follows."""
-    header = dump_header({"version": VERSION, **array.header_with(checksum)})
+    before, _, after = header.rpartition(blank.encode())  # the sum is the last member
+    header = b"".join((before, checksum.encode(), after))
     return b"".join((_OPEN, header[:-1], _CRC, b"%08x" % zlib.crc32(header), _DATA))
 
 
@@ -180,9 +163,7 @@ def _split(function: str, body: Any) -> tuple[list[bytes], list[Outgoing]]:
 
 def _new_hole() -> str:
     """A string that no body holds."""
-    import secrets
-
-    return secrets.token_hex(16)
+    return os.urandom(16).hex()
 
 
 def _without_arrays(
@@ -387,10 +368,11 @@ def _places(function: str, tree: Any, found: list[_Found]) -> list[tuple[Any, An
 
 def _read_array(function: str, view: memoryview, envelope: _Found) -> WireArray:
     header = envelope.header
-    data = decode_text(view[envelope.data_begin : envelope.data_end], header.num_bytes)
+    hashed = hasher(function, header.algorithm)
+    data = decode_text(view[envelope.data_begin : envelope.data_end], header.num_bytes, hashed)
     if data is None:
         damaged(function, "its base64 is damaged", header.name)
-    check_digest(function, header, digest_of(function, header.algorithm, data))
+    check_digest(function, header, hashed.hexdigest())
     check_content(function, header, data)
     return WireArray(as_array(header, data), header.start)
 
@@ -447,10 +429,12 @@ def _name_of_loose(view: memoryview, begin: int) -> str | None:
     for data_begin in _loose_data(view, begin, loose.end(), region, size):
         after = bytes(view[data_begin + size : data_begin + size + len(_CLOSE)])
         head = bytes(view[max(0, data_begin - len(canonical)) : data_begin])
-        data = decode_text(view[data_begin : data_begin + size], header.num_bytes)
-        if (head, after) != (canonical, _CLOSE) and data is not None:
-            digest = digest_of("decode_json", header.algorithm, data)
-            return header.name if digest == header.digest else None
+        text = view[data_begin : data_begin + size]
+        hashed = hasher("decode_json", header.algorithm)
+        if (head, after) == (canonical, _CLOSE) or len(text) != size:
+            continue
+        if decode_text(text, header.num_bytes, hashed) is not None:
+            return header.name if hashed.hexdigest() == header.digest else None
     return None
 
 
