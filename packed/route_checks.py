@@ -25,7 +25,7 @@ from packhorse.packed.pool import run_tasks
 from packhorse.packed.sentinels import MISSING_EXPERT
 
 #: Pairs of ids that one proof compares, about: their differences are what it keeps in the cache.
-#: Half as many take 1.2 times as long, an eighth twice, for the interpreter's share of each.
+#: Half as many take 1.3 times as long, an eighth 2.7 times (K = 8, one core of an EPYC).
 _PAIRS_AT_ONCE: Final = 1 << 21
 #: Ids that one task of the pool reads, about; fewer are not worth a thread.
 _IDS_OF_TASK: Final = 1 << 21
