@@ -17,6 +17,8 @@ from typing import Any, Final, NamedTuple, NoReturn, Protocol, TypeAlias
 import numpy as np
 from torch import Tensor
 
+from packhorse.packed.host import host_int
+
 VERSION: Final = 1
 #: bytes moved in one go, which stay in a core's own cache until they are hashed
 _CHUNK_BYTES: Final = 384 << 10
@@ -39,11 +41,9 @@ Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 
 class WireError(ValueError):
-    """A message that cannot be read. ``field`` is the field's name where it is known."""
+    """A message that cannot be read."""
 
-    def __init__(self, message: str, field: str | None = None) -> None:
-        super().__init__(message)
-        self.field = field
+    field: str | None = None  # its name, where it is known
 
 
 class TransientWireError(WireError):
@@ -195,11 +195,12 @@ def outgoing(function: str, name: str, given: Any) -> Outgoing:
         raise TypeError(f"{where} is {values.dtype}, none of {', '.join(_NAMES)}")
     if values.ndim == 0:
         raise ValueError(f"{where} has no rows; pass an array of one row: value.reshape(1)")
-    if type(start) is not int:
-        raise TypeError(f"{where}: start must be an integer, got {type(start).__name__}")
+    start = host_int(start, f"{where}: start")
     if not 0 <= start <= _INT64_MAX - values.shape[0]:
         raise ValueError(f"{where}: start={start} is no row")
     values = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
+    if values.dtype == np.bool_ and values.size and values.view(np.uint8).max() > 1:
+        raise ValueError(f"{where} holds a boolean that is neither 0 nor 1")
     header = {
         "name": name,
         "dtype": values.dtype.newbyteorder("<").str,
@@ -272,15 +273,18 @@ def check_content(function: str, header: FieldHeader, data: memoryview) -> None:
 
 
 def malformed(function: str, problem: str, name: str | None = None) -> NoReturn:
-    raise WireFormatError(f"{function}: {_place(name)}{problem}", name)
+    raise _named(WireFormatError, function, problem, name)
 
 
 def damaged(function: str, problem: str, name: str | None = None) -> NoReturn:
-    raise TransientWireError(f"{function}: {_place(name)}{problem}", name)
+    raise _named(TransientWireError, function, problem, name)
 
 
-def _place(name: str | None) -> str:
-    return "" if name is None else f"field {name!r}: "
+def _named(kind: type[WireError], function: str, problem: str, name: str | None) -> WireError:
+    place = "" if name is None else f"field {name!r}: "
+    error = kind(f"{function}: {place}{problem}")
+    error.field = name
+    return error
 
 
 def check_digest(function: str, header: FieldHeader, digest: str) -> None:

@@ -319,7 +319,7 @@ class FrameReader:
         """
         name = "FrameReader.feed"
         if self._failure is not None:
-            raise type(self._failure)(str(self._failure), self._failure.field)
+            raise self._failure
         view = as_view(name, piece)
         frames: list[WireFrame] = []
         try:
@@ -361,7 +361,7 @@ class FrameReader:
         """
         name = "FrameReader.close"
         if self._failure is not None:
-            raise type(self._failure)(str(self._failure), self._failure.field)
+            raise self._failure
         if self._prefix is not None and self._headers is not None:
             there = self._memory.data[: self._filled]
             _check_whole(name, there, self._prefix, self._headers)

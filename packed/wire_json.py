@@ -77,6 +77,7 @@ _DATA_ENDS: Final = re.compile(rb'"\s*,\s*\Z')
 _BRACE: Final = re.compile(rb"\s*\}")
 
 _SCALARS: Final = frozenset({str, int, float, bool, type(None)})
+_PLAIN: Final[dict[type, Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
 _CONTAINERS: Final = frozenset({dict, list})
 
 
@@ -186,14 +187,17 @@ def _without_arrays(
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        if _SCALARS.issuperset(map(type, value)):
+        if type(value) is list and _SCALARS.issuperset(map(type, value)):
             return value
         return [
             _without_arrays(function, item, f"{place}/{i}", hole, arrays)
             for i, item in enumerate(value)
         ]
-    if value is None or isinstance(value, str | int | float):
+    if type(value) in _SCALARS:
         return value
+    for kind, plain in _PLAIN.items():  # an enum, a numpy.float64
+        if isinstance(value, kind):
+            return plain(value)
     raise TypeError(f"{function}: {place} is {type(value).__name__}, which JSON does not hold")
 
 

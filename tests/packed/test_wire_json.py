@@ -4,11 +4,14 @@ Oracle: ``wire_model``, written from docs/wire.md; the standard library's ``json
 """
 
 import base64
+import collections
 import ctypes
+import enum
 import json
 import re
 import sys
 import tracemalloc
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -100,6 +103,11 @@ REPLY = {
 }  # fmt: skip
 
 
+class TokenSpan(NamedTuple):
+    start: int
+    stop: int
+
+
 # --- both ways ------------------------------------------------------------------------------------
 
 
@@ -182,6 +190,25 @@ def test_a_float_that_is_not_finite_becomes_null_but_in_an_array(packages):
     tree = decode_json(encode_json(sent))
     assert tree["top"] == [1.0, None, [None]]
     assert same(tree["logprobs"].values, LOGPROBS)
+
+
+def test_kinds_of_plain_values_are_sent_as_what_they_are(packages):
+    class Reason(str, enum.Enum):
+        STOP = "stop"
+
+    class Kind(enum.IntEnum):
+        SAMPLED = 3
+
+    sent = {
+        "logprob": np.float64(-0.5), "reason": Reason.STOP, "kinds": [Kind.SAMPLED, True, None],
+        "span": TokenSpan(1, 2), "pairs": ((1, "a"), (2, ROUTES)), "e": collections.OrderedDict(),
+    }  # fmt: skip
+    tree = decode_json(encode_json(sent))
+    assert same(tree["pairs"][1].pop().values, ROUTES)
+    assert tree == {
+        "logprob": -0.5, "reason": "stop", "kinds": [3, True, None], "span": [1, 2],
+        "pairs": [[1, "a"], [2]], "e": {},
+    }  # fmt: skip
 
 
 def test_the_body_that_was_given_is_not_changed():
