@@ -1,11 +1,18 @@
 """The fuzz target without the fuzzer: its seeds are read, and it sees what it is there to see."""
 
 import random
+import tracemalloc
 
 import pytest
 
 from packhorse.packed.wire import decode_frame, decode_json
 from tests.fuzz.fuzz_wire import repaired_body, repaired_frame, seeds, try_one
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _untraced():
+    yield
+    tracemalloc.stop()
 
 
 def test_the_seeds_are_whole_and_a_repair_leaves_them_readable():
