@@ -33,6 +33,10 @@ _NAMES: Final = (
     "float32", "float64",
 )  # fmt: skip
 _DTYPES: Final = {np.dtype(name).newbyteorder("<").str: np.dtype(name) for name in _NAMES}
+_NAME_OF: Final = dict(zip(_DTYPES, _NAMES, strict=True))  # ``dtype.name`` is Python, and slow
+#: ``dtype.str`` of either byte order -> the name on the wire
+_SENT_AS: Final = {order + spelled[1:]: spelled for spelled in _DTYPES for order in "<>|"}
+_encode_header: Final = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True).encode
 _DIGITS: Final = {"xxh3": 16, "crc32": 8}
 FIELD_KEYS: Final = ("name", "dtype", "shape", "start", "bytes", "sum")
 
@@ -184,26 +188,27 @@ class Outgoing(NamedTuple):
 def outgoing(function: str, name: str, given: Any) -> Outgoing:
     """The bytes of an array or ``WireArray``; copied only where not contiguous or big-endian."""
     where = f"{function}: field {name!r}"
-    if len(json.dumps(name)) > MAX_NAME_BYTES:
+    if len(_encode_header(name)) > MAX_NAME_BYTES:
         raise ValueError(f"{function}: a field's name has {len(name)} characters: {name[:40]!r}…")
     values, start = (given.values, given.start) if isinstance(given, WireArray) else (given, 0)
     if isinstance(values, Tensor):
         raise TypeError(f"{where} is a tensor; pass its array: tensor.numpy()")
     if not isinstance(values, np.ndarray) or isinstance(values, np.ma.MaskedArray):
         raise TypeError(f"{where} must be an array, got {type(values).__name__}")
-    if values.dtype.name not in _NAMES:
+    spelled = _SENT_AS.get(values.dtype.str)
+    if spelled is None:
         raise TypeError(f"{where} is {values.dtype}, none of {', '.join(_NAMES)}")
     if values.ndim == 0:
         raise ValueError(f"{where} has no rows; pass an array of one row: value.reshape(1)")
     start = host_int(start, f"{where}: start")
     if not 0 <= start <= _INT64_MAX - values.shape[0]:
         raise ValueError(f"{where}: start={start} is no row")
-    values = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
+    values = np.ascontiguousarray(values, dtype=spelled)
     if values.dtype == np.bool_ and values.size and values.view(np.uint8).max() > 1:
         raise ValueError(f"{where} holds a boolean that is neither 0 nor 1")
     header = {
         "name": name,
-        "dtype": values.dtype.newbyteorder("<").str,
+        "dtype": spelled,
         "shape": list(values.shape),
         "start": start,
         "bytes": values.nbytes,
@@ -297,9 +302,6 @@ def check_digest(function: str, header: FieldHeader, digest: str) -> None:
         )
 
 
-_encode_header: Final = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True).encode
-
-
 def dump_header(header: Any) -> bytes:
     """The one spelling of a header: no spaces, ASCII."""
     return _encode_header(header).encode("ascii")
@@ -322,12 +324,12 @@ def read_field(function: str, header: Any, limits: WireLimits) -> FieldHeader:
     if not isinstance(header, dict) or tuple(header) != FIELD_KEYS:
         malformed(function, f"a field's header must hold {', '.join(FIELD_KEYS)}, in this order")
     name = header["name"]
-    if not isinstance(name, str) or len(json.dumps(name)) > MAX_NAME_BYTES:
+    if not isinstance(name, str) or len(_encode_header(name)) > MAX_NAME_BYTES:
         malformed(function, "a field's name must be a short string")
     if not isinstance(header["dtype"], str) or header["dtype"] not in _DTYPES:
         malformed(function, f"unknown dtype {str(header['dtype'])[:40]!r}", name)
     dtype = _DTYPES[header["dtype"]]
-    if dtype.name not in limits.dtypes:
+    if _NAME_OF[header["dtype"]] not in limits.dtypes:
         malformed(function, f"{dtype} is none of {', '.join(limits.dtypes)}", name)
     shape = header["shape"]
     if not isinstance(shape, list) or not shape:
