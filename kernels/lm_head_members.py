@@ -142,7 +142,10 @@ def _project_members_kernel(
         if bias_ptr is not None:
             first_slice = here & (tl.program_id(1) == 0)
             logits += tl.load(bias_ptr + row, mask=first_slice, other=0.0).to(tl.float32)
-        tl.store(logits_ptr + c, logits, mask=c < width)
+        # each lane has all of them: one by one, so that none goes by way of shared memory
+        for k in tl.static_range(BLOCK_C):
+            logit = tl.sum(tl.where(tl.arange(0, BLOCK_C) == k, logits, 0.0), axis=0)
+            tl.store(logits_ptr + first + k, logit, mask=first + k < width)
 
 
 @triton.jit(
@@ -299,7 +302,7 @@ _launch_join_weight_parts = Launcher(_join_weight_parts_kernel)
 
 _BLOCK_C, _BLOCK_H = 4, 512
 _CHUNK, _BLOCK_N, _WEIGHT_BLOCK_H = 64, 8, 256
-_PARTS_BYTES = 16 << 20
+_PARTS_BYTES = 2048  # a token
 
 
 def _slice(hidden_size: int) -> tuple[int, int]:
@@ -364,10 +367,11 @@ def _add_weight_gradient_cuda(
     local = columns - vocab_start
     taken = (local >= 0) & (local < num_rows) & (grads != 0) & (columns >= 0)
     rows, pairs = torch.where(taken, local, num_rows).flatten().sort(stable=True)
-    num_chunks = -(-num_pairs // _CHUNK)
+    chunk = _CHUNK * (1 if num_pairs <= 1 << 18 else 2 if num_pairs <= 1 << 20 else 4)
+    num_chunks = -(-num_pairs // chunk)
     block = min(_WEIGHT_BLOCK_H, max(1 << (hidden_size - 1).bit_length(), 32))
     # columns at a time, so that the parts stay small beside the logits that are not made
-    slab = max(_PARTS_BYTES // (8 * num_chunks) // block, 1) * block
+    slab = max(_PARTS_BYTES * columns.shape[0] // (8 * num_chunks) // block, 1) * block
     parts = grads.new_empty((num_chunks, 2, min(slab, hidden_size)))
     vec = math.gcd(16 // hidden.itemsize, hidden_size, hidden.stride(0), out.stride(0))
     for begin in range(0, hidden_size, slab):
@@ -381,13 +385,13 @@ def _add_weight_gradient_cuda(
                 source, rows, pairs, grads, target, parts, num_pairs, width, num_units,
                 hidden.stride(0) // vec, out.stride(0) // vec, num_rows,
             ),
-            (vec, _CHUNK, block),
+            (vec, chunk, block),
             1,
         )  # fmt: skip
         _launch_join_weight_parts(
             grid,
             (rows, parts, target, num_pairs, num_units, out.stride(0) // vec, num_rows),
-            (vec, _CHUNK, _BLOCK_N, block),
+            (vec, chunk, _BLOCK_N, block),
             1,
         )
     return None
