@@ -35,9 +35,10 @@ from torch import Tensor
 
 from packhorse._nvtx import ranged
 from packhorse.packed.batch import ATTENTION_MASK_FIELD, LOSS_MASK_FIELD, Batch
-from packhorse.packed.collate import ROUTES_FIELD, SUPPORT_FIELD
+from packhorse.packed.collate import ROUTES_FIELD, SUPPORT_FIELD, SupportRows
 from packhorse.packed.fields import PACKED_FIELDS, ROUTER_PADDING_MASK_FIELD, FieldRegistry
 from packhorse.packed.host import INT32_MAX, accumulate, check_total, host_count
+from packhorse.packed.host_arrays import positive
 from packhorse.packed.inputs_cut import PROMPTS_FIELD, RESPONSES_FIELD, truncate_output
 from packhorse.packed.inputs_fields import (
     APPENDED_FIELD,
@@ -82,6 +83,8 @@ def make_inputs(
     pad_token_id: int = 0,
     vocab_size: int | None = None,
     num_experts: int | None = None,
+    num_layers: int | None = None,
+    topk: int | None = None,
     moe_layers: Sequence[int] | None = None,
     ragged: bool = False,
     support_width: int | None = None,
@@ -108,14 +111,18 @@ def make_inputs(
         padding: where padding stands.
         pad_token_id: in ``sequences``.
         vocab_size: V: ids are checked against it. Needed for a support that is not packed yet.
-        num_experts: E, which chooses the dtype of the routes; by default their ids do.
+        num_experts: E, which chooses the dtype of the routes; by default their ids do. Packed ones
+            are taken as they are.
+        num_layers, topk: L and K that the routes must have, where known. A rank that may get no
+            trajectory gives them: its batch then has routes too, of no rows.
         moe_layers: as in ``pack_routes``.
         ragged: the support becomes a ``PackedRagged``, else a ``PackedTensor``.
         support_width: C, by default as wide as the widest row.
         max_length: a trajectory of more tokens is cut to it first, as ``truncate_output`` does
             with ``rules``.
-        width: S of "left" and "right", by default the longest trajectory.
-        prompt_width: P of "two-sided", by default the longest prompt.
+        width: S of "left" and "right", by default the longest trajectory. Without any trajectory
+            it is 1, which a synthetic one needs.
+        prompt_width: P of "two-sided", by default the longest prompt, or 1.
         response_width: R, by default the longest response.
         shared: fields that belong to the whole output (``"env.name"`` inside a mapping): they
             become metadata.
@@ -145,7 +152,17 @@ def make_inputs(
     if max_length is not None:
         with errors_of(name, "truncate_output"):
             output = truncate_output(output, max_length=max_length, rules=rules, shared=shared)
-    num_trajectories = count_items(name, output, shared)
+    num_layers, topk = (
+        None if size is None else positive(size, f"{name}: {what}")
+        for size, what in ((num_layers, "num_layers"), (topk, "topk"))
+    )
+    # one ``SupportRows`` of all rows is no item a trajectory; ``pack_support`` counts its rows
+    counted = {
+        field: value
+        for field, value in output.items()
+        if not (field == SUPPORT_FIELD and isinstance(value, SupportRows))
+    }
+    num_trajectories = count_items(name, counted, shared)
     prompts = token_ids_of(name, output, PROMPTS_FIELD, vocab_size)
     responses = token_ids_of(name, output, RESPONSES_FIELD, vocab_size)
     for i, ids in enumerate(prompts):
@@ -171,10 +188,11 @@ def make_inputs(
     fields[LENGTHS_FIELD] = sizes.lengths.tolist()
     fields[RESPONSE_LENGTHS_FIELD] = sizes.responses.tolist()
     fields[FIRST_COLUMNS_FIELD] = places.first.tolist()
-    fields |= routes_of(name, output, sizes.lengths.tolist(), num_experts, moe_layers)
+    row_shape = (num_layers, topk)
+    fields |= routes_of(name, output, sizes.lengths.tolist(), num_experts, row_shape, moe_layers)
     fields |= support_of(name, output, responses, vocab_size, support_width, ragged)
     metadata: dict[str, Any] = {"padding": padding, "pad_token_id": pad_token_id}
-    carried = carried_fields(output, shared, "", metadata)
+    carried = carried_fields(name, output, shared, "", metadata)
     for field in carried:
         if field in fields:
             raise ValueError(f"{name}: the output has a field {field}, which is made here")
@@ -334,11 +352,11 @@ def _places(
             raise ValueError(
                 f"{name}: width is prompt_width + response_width in 'two-sided' padding; give those"
             )
-        left = _width(name, "prompt_width", prompt_width, sizes.prompts, "prompt tokens")
+        left = _width(name, "prompt_width", prompt_width, sizes.prompts, "prompt tokens", least=1)
         return _Places(left - sizes.prompts, left + right, zeros, right)
     if prompt_width is not None:
         raise ValueError(f"{name}: prompt_width is of 'two-sided' padding, not of {padding!r}")
-    whole = _width(name, "width", width, sizes.lengths, "tokens")
+    whole = _width(name, "width", width, sizes.lengths, "tokens", least=1)
     if padding == "right":
         return _Places(zeros, whole, zeros, right)
     if right > whole:
@@ -349,10 +367,12 @@ def _places(
     return _Places(whole - sizes.lengths, whole, right - sizes.responses, right)
 
 
-def _width(name: str, what: str, given: int | None, sizes: np.ndarray, of: str) -> int:
+def _width(
+    name: str, what: str, given: int | None, sizes: np.ndarray, of: str, *, least: int = 0
+) -> int:
     widest = int(sizes.max(initial=0))
     if given is None:
-        return widest
+        return max(widest, least)
     width = host_count(given, f"{name}: {what}")
     if width < widest:
         raise ValueError(

@@ -149,6 +149,11 @@ class _Cut:
 
 def items_of(where: str, value: Any) -> list[Any]:
     """One item a trajectory of a field of any kind."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{where} is a masked array; fill it first")
+    for i, item in enumerate(value if is_listed(value) else ()):
+        if isinstance(item, np.ma.MaskedArray):
+            raise TypeError(f"{where} of trajectory {i} is a masked array; fill it first")
     if is_listed(value) or isinstance(value, PackedTensor):
         return list(value)
     if isinstance(value, np.ndarray | Tensor) and value.ndim:

@@ -141,7 +141,8 @@ def _rewards(name: str, items: list[Any], tokens: list[int]) -> list[np.ndarray]
             raise TypeError(f"{where} must hold numbers, got lists") from None
         if array.size and array.dtype.kind not in "biuf":
             raise TypeError(f"{where} must be a number, or one a response token, got {item!r:.60}")
-        read.append(array.astype(np.float32))
+        with np.errstate(over="ignore"):  # past float32 it is not finite, as is said below
+            read.append(array.astype(np.float32))
     one_each = [array.ndim == 0 for array in read]
     if any(one_each) and not all(one_each):
         raise ValueError(
@@ -166,12 +167,19 @@ def _rewards(name: str, items: list[Any], tokens: list[int]) -> list[np.ndarray]
 
 
 def routes_of(
-    name: str, output: Output, lengths: list[int], num_experts: Any, moe_layers: Any
+    name: str,
+    output: Output,
+    lengths: list[int],
+    num_experts: Any,
+    row_shape: tuple[int | None, int | None],  # L and K, None where not known
+    moe_layers: Any,
 ) -> dict[str, Any]:
     flags = output.get(MISSING_FIELD)
     missing = [False] * len(lengths)
     if flags is not None:
         for i, flag in enumerate(items_of(f"{name}: {MISSING_FIELD}", flags)):
+            if isinstance(flag, Tensor) and flag.ndim == 0 and flag.device.type == "cpu":
+                flag = flag.numpy()[()]
             if not isinstance(flag, bool | np.bool_):
                 raise TypeError(
                     f"{name}: {MISSING_FIELD} of trajectory {i} must be a bool, got {flag!r:.60}"
@@ -179,7 +187,9 @@ def routes_of(
             missing[i] = bool(flag)
     fields = {} if flags is None else {MISSING_FIELD: missing}
     value = output.get(ROUTES_FIELD)
-    if value is None:
+    if not lengths and None not in row_shape and not isinstance(value, PackedTensor):
+        value = []  # of no trajectory
+    elif value is None:
         return fields
     if missing and all(missing):
         raise ValueError(
@@ -190,10 +200,16 @@ def routes_of(
         rule = PACKED_FIELDS[ROUTES_FIELD]
         rule.check(name, value)
         rule.check_lengths(name, value, lengths)
+        _check_on_host(name, ROUTES_FIELD, value)
+        for size, given, what in zip(
+            row_shape, value.row_shape, ("layers", "experts a token"), strict=True
+        ):
+            if size is not None and size != given:
+                raise ValueError(f"{name}: {ROUTES_FIELD} has {given} {what}, expected {size}")
         return fields | {ROUTES_FIELD: value}
     routes = items_of(f"{name}: {ROUTES_FIELD}", value)
     known = [i for i, ids in enumerate(routes) if ids is not None]
-    if not known:
+    if not known and (lengths or None in row_shape):
         return fields
     for i, ids in enumerate(routes):
         if ids is None and not missing[i]:
@@ -201,13 +217,23 @@ def routes_of(
                 f"{name}: {ROUTES_FIELD} is None in trajectory {i}, but not in trajectory"
                 f" {known[0]}; {MISSING_FIELD} marks a trajectory whose routes are lost"
             )
-    first = routes[known[0]]
-    shape = tuple(first.shape[1:]) if getattr(first, "ndim", 0) == 3 else (1, 1)
-    empty = np.empty((0, *shape), dtype=np.uint8)
+    shape = (1, 1)
+    for i in known[:1]:
+        if getattr(routes[i], "ndim", 0) == 3:
+            shape = tuple(routes[i].shape[1:])
+            if 0 in shape:
+                raise ValueError(
+                    f"{name}: {ROUTES_FIELD} of trajectory {i} has {shape[0]} layers and {shape[1]}"
+                    f" experts a token (shape {tuple(routes[i].shape)})"
+                )
+    num_layers, topk = (
+        found if size is None else size for size, found in zip(row_shape, shape, strict=True)
+    )
+    empty = np.empty((0, num_layers, topk), dtype=np.uint8)
     routes = [empty if ids is None else ids for ids in routes]
     with errors_of(name, "pack_routes"):
         packed = pack_routes(
-            routes, lengths, num_experts=num_experts, topk=shape[1], num_layers=shape[0],
+            routes, lengths, num_experts=num_experts, topk=topk, num_layers=num_layers,
             moe_layers=moe_layers,
         )  # fmt: skip
     return fields | {ROUTES_FIELD: packed}
@@ -230,6 +256,7 @@ def support_of(
                 f"{name}: {SUPPORT_FIELD} is a {type(value).__name__} already, ragged={ragged}"
             )
         PACKED_FIELDS[SUPPORT_FIELD].check(name, value)
+        _check_on_host(name, SUPPORT_FIELD, value)
         rows, tokens = np.diff(value.bounds), np.array([ids.size for ids in responses])
         if (rows != tokens).any():
             i = int(np.argmax(rows != tokens))
@@ -241,7 +268,7 @@ def support_of(
     support: Any = value
     if not isinstance(value, SupportRows):
         support = field_items(name, output, SUPPORT_FIELD)
-    if support is None:
+    if support is None or not (responses or vocab_size):
         return {}
     if vocab_size is None:
         raise TypeError(f"{name}: vocab_size is needed for {SUPPORT_FIELD}")
@@ -252,6 +279,11 @@ def support_of(
             return {SUPPORT_FIELD: pack_ragged_support(support, responses, vocab_size=vocab_size)}
         packed = pack_support(support, responses, vocab_size=vocab_size, width=width)
         return {SUPPORT_FIELD: packed}
+
+
+def _check_on_host(name: str, field: str, packed: Any) -> None:
+    if packed.device.type != "cpu":
+        raise TypeError(f"{name}: {field} is on {packed.device}; it must be on the host")
 
 
 def check_swapped(name: str, routes: Any, support: Any) -> None:
@@ -274,7 +306,7 @@ def _looks_like(field: Any) -> str:
 
 
 def carried_fields(
-    fields: Output, shared: Collection[str], above: str, metadata: dict[str, Any]
+    name: str, fields: Output, shared: Collection[str], above: str, metadata: dict[str, Any]
 ) -> dict[str, Any]:
     """Fields that nothing is made of; those of the whole output go to ``metadata``."""
     carried: dict[str, Any] = {}
@@ -283,15 +315,30 @@ def carried_fields(
         if value is None or (not above and key in _READ):
             continue
         if path in shared:
+            if path in metadata:
+                raise ValueError(f"{name}: {path} is named in shared=, but is made here")
             metadata[path] = value
         elif isinstance(value, Mapping):
-            carried[key] = carried_fields(value, shared, f"{path}.", metadata)
+            carried[key] = carried_fields(name, value, shared, f"{path}.", metadata)
         elif isinstance(value, np.ndarray):
-            numbers = value.dtype.kind in "biuf"
-            carried[key] = torch.from_numpy(value.copy()) if numbers else value.tolist()
+            carried[key] = _carried_array(f"{name}: {path}", value)
         else:
             carried[key] = value
     return carried
+
+
+def _carried_array(where: str, array: np.ndarray) -> Any:
+    """A copy: a tensor of numbers, else a list."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{where} is a masked array; fill it first")
+    if array.dtype.kind not in "biuf":
+        return array.tolist()
+    try:  # torch knows the machine's own byte order alone
+        return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=True))
+    except TypeError:  # long double
+        raise TypeError(
+            f"{where} must hold numbers of a dtype of torch, got {array.dtype}"
+        ) from None
 
 
 @contextmanager

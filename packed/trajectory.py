@@ -101,7 +101,8 @@ def generator_output(trajectories: Sequence[Trajectory]) -> dict[str, list[Any] 
         Lists of B items: ``prompt_token_ids`` [P] and ``response_ids`` [R] int64; ``loss_masks``,
         ``appended`` and ``excused`` [R] bool; ``rollout_logprobs`` [R] float32;
         ``rollout_sample_support`` ``SupportRows``; ``rollout_expert_indices`` [captured, L, K];
-        ``missing`` bools. A field that no trajectory has is None. Nothing is copied.
+        ``missing`` bools. A field that no trajectory has is None; where there is no trajectory each
+        is an empty list. Nothing is copied.
 
     Raises:
         TypeError: ``trajectories`` is no sequence of ``Trajectory``.
@@ -117,6 +118,8 @@ def generator_output(trajectories: Sequence[Trajectory]) -> dict[str, list[Any] 
         "excused": [given.excused for given in trajectories],
         "missing": [given.missing for given in trajectories],
     }
+    if not trajectories:
+        return {**fields, LOGPROBS_FIELD: [], SUPPORT_FIELD: [], ROUTES_FIELD: []}
     return fields | {
         LOGPROBS_FIELD: _field(name, LOGPROBS_FIELD, [given.logprobs for given in trajectories]),
         SUPPORT_FIELD: _field(name, SUPPORT_FIELD, [given.support for given in trajectories]),

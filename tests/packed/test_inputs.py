@@ -8,8 +8,9 @@ import torch
 
 from packhorse.kernels.support_rows import gather_support
 from packhorse.packed.collate import SupportRows
+from packhorse.packed.domains import validate_batch
 from packhorse.packed.inputs import make_inputs, select_for_logprobs, token_masks
-from packhorse.packed.microbatch import plan_ranks_by_tokens
+from packhorse.packed.microbatch import MicrobatchPlan, plan_ranks_by_tokens
 from packhorse.packed.ragged import PackedRagged
 from packhorse.packed.tensor import PackedTensor
 from packhorse.packed.trajectory import generator_output, pack_trajectories
@@ -18,6 +19,8 @@ from tests.packed.inputs_model import (
     PAD,
     PADDINGS,
     E,
+    K,
+    L,
     V,
     expected,
     make_output,
@@ -185,7 +188,8 @@ def test_no_trajectories_make_an_empty_batch_of_the_same_fields(padding):
         "rollout_logprobs", "appended", "excused", "lengths", "response_lengths", "first_columns",
         "uids",
     ]  # fmt: skip
-    assert batch["sequences"].shape == batch["rewards"].shape == (0, 0)
+    assert batch["sequences"].shape == (0, 1)  # the column of a synthetic trajectory
+    assert batch["rewards"].shape == (0, 0)
 
 
 def test_masks_of_floats_are_those_of_integers():
@@ -365,6 +369,15 @@ ROUTES = [np.array([[[0, 1]]] * 3), np.array([[[2, 1]]])]
          "rewards of trajectory 1 has shape (2,), expected [1] or one number"),
         ({"rewards": [float("nan"), 1.0]}, {}, "rewards of trajectory 0 is not finite"),
         ({"rewards": ["good", "bad"]}, {}, "rewards of trajectory 0 must be a number, or one a"),
+        ({"rewards": [1e39, 1.0]}, {}, "rewards of trajectory 0 is not finite"),
+        ({"rewards": np.ma.masked_array([1.0, 2.0], [0, 1])}, {}, "rewards is a masked array;"),
+        ({"response_ids": [[4, 5], np.ma.masked_array([6], [1])]}, {},
+         "response_ids of trajectory 1 is a masked array; fill it first"),
+        ({"extra": np.ma.masked_array([1.0, 2.0], [0, 1])}, {}, "extra is a masked array; fill it"),
+        ({"env": {"score": np.zeros(2, np.longdouble)}}, {},
+         f"env.score must hold numbers of a dtype of torch, got {np.dtype(np.longdouble)}"),
+        ({"padding": "mine"}, {"shared": ["padding"]},
+         "padding is named in shared=, but is made here"),
         ({"response_ids": [[4, 5], []], "rewards": [1.0, 1.0]}, {},
          "rewards of trajectory 1 is 1.0, and it has no response token to hold it"),
         ({"rollout_logprobs": [[-1.0, -1.0], None]}, {},
@@ -383,6 +396,16 @@ ROUTES = [np.array([[[0, 1]]] * 3), np.array([[[2, 1]]])]
          "rollout_expert_indices of trajectory 1 has 3 rows for 2 tokens"),
         ({"rollout_expert_indices": ROUTES}, {"num_experts": 2},
          "rollout_expert_indices of trajectory 1, row 0, layer 0: expert 2 is not below"),
+        ({"rollout_expert_indices": [ROUTES[0][:, :0], ROUTES[1]]}, {},
+         "rollout_expert_indices of trajectory 0 has 0 layers and 2 experts a token (shape (3, 0,"),
+        ({"rollout_expert_indices": ROUTES}, {"topk": 3},
+         "rollout_expert_indices of trajectory 0 has 2 experts a token, expected 3"),
+        ({"rollout_expert_indices": ROUTES}, {"num_layers": 0}, "num_layers must be positive, got"),
+        ({"rollout_expert_indices": PackedTensor.from_segments([torch.zeros(2, 1, 1).byte()] * 2)},
+         {"num_layers": 2}, "rollout_expert_indices has 1 layers, expected 2"),
+        ({"rollout_expert_indices": PackedTensor.from_lengths(
+            torch.zeros(4, 1, 1, dtype=torch.uint8, device="meta"), [2, 2])}, {},
+         "rollout_expert_indices is on meta; it must be on the host"),
         ({"rollout_sample_support": [[[4], [5]], [[6]]]}, {},
          "vocab_size is needed for rollout_sample_support"),
         ({"rollout_sample_support": [[[4], [5]], None]}, {"vocab_size": 9},
@@ -411,6 +434,51 @@ def test_bad_input_is_refused_in_one_line_that_names_the_trajectory(change, opti
     text = str(caught.value)
     assert text.startswith(f"make_inputs: {message}")
     assert "\n" not in text
+
+
+def test_a_rank_without_a_trajectory_has_what_the_others_have():
+    """Eight ranks, each with a generator of its own, one of which returned nothing."""
+    sizes = {"vocab_size": V, "num_experts": E, "num_layers": L, "topk": K}
+    outputs = [make_output(seed, 3) for seed in range(7)]
+    nothing = {field: [] for field in outputs[0]}
+    for padding in PADDINGS:
+        for ragged in (False, True):
+            options = {"padding": padding, "ragged": ragged, **sizes}
+            batches = [make_inputs(output, **options) for output in (*outputs, nothing)]
+            assert set(batches[-1].fields) == set(batches[0].fields)
+            assert batches[-1]["rollout_expert_indices"].row_shape == (L, K)
+            plans = plan_ranks_by_tokens([batch["lengths"] for batch in batches], max_tokens=9)
+            counts = set()
+            for batch, plan in zip(batches, plans, strict=True):
+                microbatches = plan.split(batch)
+                counts.add(len(microbatches))
+                for microbatch in microbatches:
+                    validate_batch(microbatch, **sizes)
+                    assert "rollout_expert_indices" in microbatch
+            assert len(counts) == 1
+    # and traces: none, but what they would have is known
+    batch = make_inputs([], **sizes)
+    (microbatch,) = MicrobatchPlan(((),), (1,)).split(batch)
+    validate_batch(microbatch, **sizes)
+    assert microbatch["sequences"].shape == (1, 1)
+    assert microbatch["rollout_expert_indices"].lengths == (0,)
+    assert microbatch["rollout_sample_support"].lengths == (0,)
+    assert "rollout_expert_indices" not in make_inputs([], vocab_size=V)
+    assert "rollout_sample_support" not in make_inputs([])
+
+
+def test_one_csr_may_hold_the_support_of_all_trajectories():
+    rows_of_all = SupportRows(np.array([4, 9, 5, 6]), np.array([0, 2, 3, 4]))
+    batch = make_inputs(BASE | {"rollout_sample_support": rows_of_all}, vocab_size=10)
+    assert batch["rollout_sample_support"].lengths == (2, 1)
+    assert batch["rollout_sample_support"].values.tolist() == [[4, 9], [5, -1], [6, -1]]
+
+
+def test_flags_and_numbers_of_any_array_are_taken():
+    fields = {"missing": torch.tensor([False, True]), "score": np.array([1, 2], dtype=">i4")}
+    batch = make_inputs(BASE | fields)
+    assert batch["missing"] == (False, True)
+    assert batch["score"].tolist() == [1, 2]
 
 
 def test_other_arguments_that_are_none_are_refused():

@@ -249,7 +249,7 @@ def test_finished_traces_are_filtered_as_a_generators_output():
     sampled = [ids.tolist() for ids in output["response_ids"]]
     support = pack_support(output["rollout_sample_support"], sampled, vocab_size=V)
     assert support.equal(expected.support)
-    assert generator_output([])["rollout_expert_indices"] is None
+    assert generator_output([]) == {field: [] for field in output}
     both = [kept.finalize(), make_trace(has_logprobs=False).finalize()]
     with pytest.raises(ValueError, match=r"^generator_output: rollout_logprobs is None in traj"):
         generator_output(both)
