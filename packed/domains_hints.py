@@ -111,14 +111,18 @@ def inside(held: np.ndarray, within: np.ndarray) -> str:
 
 def moved(held: np.ndarray, bare: np.ndarray, bounds: np.ndarray, what: str) -> str:
     """Values not 0 at response tokens ``held`` [N] bool, some ``bare`` [N]: without a support row,
-    where they cannot be. ``what`` names them."""
+    where they cannot be. ``what`` names them.
+
+    That the moved ones miss those tokens is not enough, since a forced first token of each response
+    does too: some token that has a row must lack the value that it then gets.
+    """
     first, last = bounds[:-1], bounds[1:] - 1
     for shift, how in ((1, "early"), (-1, "late")):
         there = np.roll(held, shift)
         # what leaves its response belongs to no token
         ends = (first if shift > 0 else last)[bounds[1:] > bounds[:-1]]
         there[ends] = False
-        if there.any() and not (there & bare).any():
+        if (there & ~held & ~bare).any() and not (there & bare).any():
             return f"; {what} fits if it is moved by one: it is one token {how}"
     return ""
 

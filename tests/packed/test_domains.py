@@ -296,6 +296,23 @@ def test_logprobs_one_token_off_show_at_observed_tokens():
     validate_batch(batch.with_fields({"rollout_logprobs": kept}))
 
 
+def test_a_forced_first_token_with_a_logprob_and_no_support_is_legal():
+    """As of a template's "<think>": the engine evaluated it, nothing was sampled, it is not
+    trained. That the logprobs would fit one place later says nothing."""
+    output = {
+        "prompt_token_ids": [[1], [1, 2]],
+        "response_ids": [[7, 4, 5], [7, 6]],
+        "loss_masks": [[0, 1, 1], [0, 1]],
+        "rollout_logprobs": [[-0.5, -1.0, -1.0], [-0.5, -2.0]],
+        SUPPORT: [[[], [4], [5]], [[], [6]]],
+    }
+    for padding in PADDINGS:
+        validate_batch(inputs_of(output, padding), **SIZES)
+    early = output | {"rollout_logprobs": [[-1.0, -1.0, 0.0], [-2.0, 0.0]]}
+    with pytest.raises(ValueError, match="it is one token early"):
+        validate_batch(inputs_of(early), **SIZES)
+
+
 def test_values_on_the_other_side_or_one_column_off_are_named():
     batch = distinct_batch()
     with pytest.raises(
