@@ -27,6 +27,7 @@ from packhorse.packed.collate import (
 )
 from packhorse.packed.host import host_ints
 from packhorse.packed.merge import Output, count_items, is_listed, select_items
+from packhorse.packed.ragged import PackedRagged
 from packhorse.packed.sentinels import NO_CANDIDATE
 from packhorse.packed.tensor import PackedTensor
 
@@ -125,7 +126,7 @@ def merge_steps(
     prompts = _token_ids(name, output, prompt_field)
     responses = _token_ids(name, output, response_field)
     steps = _Steps(
-        _chains(groups, prompts, responses),
+        _chains(name, groups, prompts, responses),
         [ids.size for ids in prompts],
         [ids.size for ids in responses],
         {**STEP_RULES, **(rules or {}), prompt_field: "first", response_field: _TOKEN_IDS},
@@ -146,11 +147,20 @@ def _token_ids(name: str, output: Output, field: str) -> list[np.ndarray]:
 
 
 def _chains(
-    groups: Sequence[Hashable], prompts: list[np.ndarray], responses: list[np.ndarray]
+    name: str,
+    groups: Sequence[Hashable],
+    prompts: list[np.ndarray],
+    responses: list[np.ndarray],
 ) -> list[_Chain]:
     steps_of: dict[Hashable, list[int]] = {}
     for step, group in enumerate(groups):
-        steps_of.setdefault(group, []).append(step)
+        if isinstance(group, Tensor):  # each is another key, equal or not
+            raise TypeError(f"{name}: group of step {step} is a tensor; give its number")
+        try:
+            steps_of.setdefault(group, []).append(step)
+        except TypeError:
+            what = type(group).__name__
+            raise TypeError(f"{name}: group of step {step} is a {what}, not hashable") from None
     chains: list[_Chain] = []
     for steps in steps_of.values():
         known: np.ndarray | None = None
@@ -172,8 +182,11 @@ def _items(where: str, value: Any) -> list[Any]:
     """The items of a field that holds one of its own size a step."""
     if is_listed(value) or isinstance(value, PackedTensor):
         return list(value)
+    if isinstance(value, PackedRagged) and value.device.type == "cpu":
+        return [SupportRows(ids.numpy(), np.asarray(offsets)) for ids, offsets in value]
     raise TypeError(
-        f"{where} must be a list or a PackedTensor to be merged, got {type(value).__name__}"
+        f"{where} must be a list or a packed field of the host to be merged, got"
+        f" {type(value).__name__}"
     )
 
 
@@ -183,6 +196,15 @@ def _like(value: Any, items: list[Any]) -> Any:
         if not items:
             return value[:0]
         return PackedTensor.from_segments(items)
+    if isinstance(value, PackedRagged):
+        if not items:
+            return value[:0]
+        return PackedRagged.from_segments(
+            [
+                (torch.from_numpy(rows.token_ids), torch.from_numpy(rows.row_offsets))
+                for rows in items
+            ]
+        )
     return tuple(items) if isinstance(value, tuple) else items
 
 
@@ -214,6 +236,7 @@ def _merged(where: str, value: Any, steps: _Steps, rule: Any) -> Any:
         items = _items(where, value)
         for step, item in enumerate(items):
             _check_rows(f"{where} of step {step}", item, steps.response_lengths[step])
+        items = _holding(where, items, steps.chains, rule)
         return _like(value, [_joined_tokens(where, items, chain, rule) for chain in steps.chains])
     if not callable(rule):
         raise TypeError(f"{where}: {rule!r} is no rule: 'first', 'last', PerToken or a function")
@@ -284,6 +307,53 @@ def _joined_arrays(where: str, parts: list[Any], chain: _Chain, rule: PerToken) 
             fill = ids if rule is _TOKEN_IDS else rule.fill
             rows += [np.full(shape, fill, dtype=part.dtype), part]
     return torch.cat(rows) if isinstance(rows[0], Tensor) else np.concatenate(rows)
+
+
+def _holding(where: str, items: list[Any], chains: list[_Chain], rule: PerToken) -> list[Any]:
+    """``items`` with arrays that hold what observations get: integers are int64 where theirs does
+    not."""
+    arrays = [item for item in items if isinstance(item, np.ndarray | Tensor)]
+    observed = [ids for chain in chains for ids in chain.observed if ids.size]
+    if rule is _TOKEN_IDS:
+        fill: Any = max((int(ids.max()) for ids in observed), default=0)
+    elif observed or rule.support:
+        fill = rule.fill
+    else:
+        return items
+    if all(_holds(array, fill) for array in arrays):
+        return items
+    if not isinstance(fill, int) or any(_limits(array) is None for array in arrays):
+        dtypes = " and ".join(sorted({str(array.dtype) for array in arrays}))
+        raise TypeError(f"{where}: {fill!r}, of an observation token, is no value of {dtypes}")
+    wide = [
+        item.to(torch.int64)
+        if isinstance(item, Tensor)
+        else item.astype(np.int64)
+        if isinstance(item, np.ndarray)
+        else item
+        for item in items
+    ]
+    return wide
+
+
+def _holds(array: np.ndarray | Tensor, value: Any) -> bool:
+    limits = _limits(array)
+    if limits is None or not isinstance(value, int | float | np.number):
+        return True
+    return bool(value == value // 1 and limits[0] <= value <= limits[1])
+
+
+def _limits(array: np.ndarray | Tensor) -> tuple[int, int] | None:
+    """The least and largest value of integers and booleans."""
+    if array.dtype in (torch.bool, np.dtype(bool)):
+        return 0, 1
+    if isinstance(array, Tensor):
+        if array.is_floating_point() or array.is_complex():
+            return None
+        return torch.iinfo(array.dtype).min, torch.iinfo(array.dtype).max
+    if array.dtype.kind not in "iu":
+        return None
+    return int(np.iinfo(array.dtype).min), int(np.iinfo(array.dtype).max)
 
 
 def _padded(parts: list[Any], width: int) -> list[Any]:

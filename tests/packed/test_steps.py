@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packhorse.packed.collate import SupportRows, pack_routes, pack_support
+from packhorse.packed.collate_ragged import pack_ragged_support
 from packhorse.packed.steps import PerToken, merge_steps
 from packhorse.packed.tensor import PackedTensor
 from packhorse.packed.trace import Trace
@@ -123,7 +124,7 @@ def test_rewards_are_of_tokens_or_need_a_rule():
     output, _ = merge_steps(two_steps(rewards=[[0.0, 0.1], [1.0]]), ["a", "a"])
     assert output["rewards"] == [[0.0, 0.1, 0.0, 0.0, 1.0]]
     scalar = two_steps(rewards=np.array([0.25, 0.5]))
-    with pytest.raises(TypeError, match="rewards must be a list or a PackedTensor to be merged"):
+    with pytest.raises(TypeError, match="rewards must be a list or a packed field of the host"):
         merge_steps(scalar, ["a", "a"])
     assert merge_steps(scalar, ["a", "a"], rules={"rewards": sum}).output["rewards"] == [0.75]
     with pytest.raises(TypeError, match="rewards of step 0 must have a row a response token"):
@@ -145,6 +146,52 @@ def test_observations_have_their_own_ids_in_any_kind_of_field(kind):
     assert type(merged) is type(steps["response_ids"])
     assert list(map(int, merged[0])) == [3, 4, 9, 9, 5]
     assert getattr(merged[0], "dtype", torch.int32) in (torch.int32, np.int32)
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+@pytest.mark.parametrize("narrow", ["uint8", "int16"])
+def test_an_observed_id_past_the_dtype_of_the_sampled_ones_is_whole(make, narrow):
+    def ids(values):
+        return make(values, dtype=getattr(torch if make is torch.tensor else np, narrow))
+
+    steps = two_steps(response_ids=[ids([3, 4]), ids([5])])
+    steps["prompt_token_ids"][1] = [1, 2, 3, 4, 150000, 9]
+    output, _ = merge_steps(steps, ["a", "a"])
+    assert output["response_ids"][0].tolist() == [3, 4, 150000, 9, 5]
+    steps["prompt_token_ids"][1] = [1, 2, 3, 4, 100, 9]
+    (merged,) = merge_steps(steps, ["a", "a"]).output["response_ids"]
+    assert merged.tolist() == [3, 4, 100, 9, 5]
+    assert str(merged.dtype).endswith(narrow)
+
+
+@pytest.mark.parametrize("kind", ["uint8", "uint32"])
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+def test_an_observation_has_no_support_in_unsigned_arrays_either(make, kind):
+    def ids(values):
+        return make(values, dtype=getattr(torch if make is torch.tensor else np, kind))
+
+    steps = two_steps(rollout_sample_support=[ids([[3], [4]]), ids([[5, 6]])])
+    (merged,) = merge_steps(steps, ["a", "a"]).output["rollout_sample_support"]
+    assert merged.tolist() == [[3, -1], [4, -1], [-1, -1], [-1, -1], [5, 6]]
+
+
+def test_a_fill_that_an_array_does_not_hold_is_refused():
+    steps = two_steps(entropy=[np.array([1, 2]), np.array([3])])
+    with pytest.raises(TypeError, match=r"^merge_steps: entropy: 0.5, of an observation token, is"):
+        merge_steps(steps, ["a", "a"], rules={"entropy": PerToken(0.5)})
+
+
+def test_a_ragged_support_is_merged():
+    support = [[[3, 7], [4]], [[5]]]
+    steps = two_steps(
+        rollout_sample_support=pack_ragged_support(support, [[3, 4], [5]], vocab_size=9)
+    )
+    merged = merge_steps(steps, ["a", "a"]).output["rollout_sample_support"]
+    assert merged == pack_ragged_support(
+        [[[3, 7], [4], [], [], [5]]], [[3, 4, 9, 9, 5]], vocab_size=10
+    )
+    apart = merge_steps(steps, ["a", "b"]).output["rollout_sample_support"]
+    assert apart == steps["rollout_sample_support"]
 
 
 def test_fields_keep_their_kinds():
