@@ -72,13 +72,20 @@ class MicrobatchPlan:
                 f" {len(self.synthetic)}"
             )
         seen: set[int] = set()
+        trajectories, synthetic = [], []  # its own: lists that were given may change later
         for k, (ids, count) in enumerate(zip(self.trajectories, self.synthetic, strict=True)):
-            for i in host_ints(ids, f"{name}: trajectories of microbatch {k}").tolist():
+            trajectories.append(
+                tuple(host_ints(ids, f"{name}: trajectories of microbatch {k}").tolist())
+            )
+            for i in trajectories[-1]:
                 if i in seen:
                     raise ValueError(f"{name}: trajectory {i} of microbatch {k} stands twice")
                 seen.add(i)
-            if host_count(count, f"{name}: synthetic of microbatch {k}") + len(ids) == 0:
+            synthetic.append(host_count(count, f"{name}: synthetic of microbatch {k}"))
+            if synthetic[-1] + len(trajectories[-1]) == 0:
                 raise ValueError(f"{name}: microbatch {k} holds no trajectory")
+        object.__setattr__(self, "trajectories", tuple(trajectories))
+        object.__setattr__(self, "synthetic", tuple(synthetic))
         total = sum(self.sizes)
         check_total(name, total, "trajectories")
         for i in range(len(seen)):

@@ -186,6 +186,16 @@ def test_synthetic_trajectories_have_the_host_values_that_a_layout_takes():
     assert plan.split(dense)[1]["lengths"].tolist() == [0, 0]
 
 
+def test_a_plan_of_lists_is_its_own():
+    trajectories, synthetic = [[0, np.int64(2)], [1]], [0, 1]
+    plan = MicrobatchPlan(trajectories, synthetic)
+    trajectories[0].append(3)
+    synthetic[0] = 5
+    assert plan == MicrobatchPlan(((0, 2), (1,)), (0, 1))
+    assert hash(plan) == hash(MicrobatchPlan(((0, 2), (1,)), (0, 1)))
+    assert plan.sizes == (2, 2)
+
+
 def test_a_rank_without_trajectories_runs_synthetic_ones():
     batch = make_batch(3).select(["attention_mask", "token_ids", ROUTES])[:0]
     _, plan = plan_ranks_by_count([3, 0], microbatch_size=2)
