@@ -30,7 +30,7 @@ import struct
 import weakref
 import zlib
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, NoReturn
 
 from packhorse._nvtx import ranged, ranged_methods
 from packhorse.packed.pool import count_threads, run_tasks
@@ -63,7 +63,7 @@ class SharedBatch:
     """The owner's side of a batch that ``share_batch`` wrote; a context manager.
 
     Once it is closed, or dropped, or its process has ended, no reader can attach; those that have
-    keep what they have.
+    keep what they have. It is not sent or copied itself (``TypeError``): its ``handle`` is.
     """
 
     def __init__(self, descriptor: int, token: bytes, num_bytes: int) -> None:
@@ -93,6 +93,9 @@ class SharedBatch:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("SharedBatch: its owner keeps it; send its handle to the readers")
 
     def __repr__(self) -> str:
         state = "" if self._close.alive else ", closed"

@@ -5,6 +5,7 @@ maps and descriptors that name the batch's token.
 """
 
 import contextlib
+import copy
 import gc
 import multiprocessing
 import os
@@ -413,6 +414,15 @@ def test_a_token_of_another_batch_is_refused():
         with pytest.raises(ValueError, match="its header is that of another one"):
             attach_batch(handle)
         os.close(descriptor)
+
+
+def test_an_owner_is_not_sent_its_handle_is():
+    with share_batch(make_batch(2, 3)) as shared:
+        with pytest.raises(TypeError, match=r"^SharedBatch: its owner keeps it; send its handle"):
+            pickle.dumps(shared)
+        with pytest.raises(TypeError, match=r"^SharedBatch: its owner keeps it; send its handle"):
+            copy.copy(shared)
+        assert pickle.loads(pickle.dumps(shared.handle)) == shared.handle
 
 
 def test_what_cannot_be_shared_is_refused_and_nothing_is_held():
