@@ -97,6 +97,10 @@ benchmarks() {
         stage "session_overhead" "$python" benchmarks/session_overhead.py \
             --json "$results/session_overhead.jsonl"
     fi
+    stage "lm_head_scoring" "$python" benchmarks/lm_head_scoring.py \
+        --json "$results/lm_head_scoring.jsonl"
+    stage "transport_speed" "$python" benchmarks/transport_speed.py --only device \
+        --json "$results/transport_speed.jsonl"
     for script in benchmarks/bench_*.py; do
         stage "$(basename "$script" .py)" \
             "$python" "$script" --json "$results/$(basename "$script" .py).jsonl" "$@"

@@ -258,7 +258,7 @@ def test_the_page_with_ray_runs(ray):
 
 def test_the_benchmarks_calls_give_what_was_put(ray, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    bench = importlib.import_module("bench_transport")
+    bench = importlib.import_module("transport_speed")
     batch = bench.make_batch(2**20)
     array = bench.bytes_of(batch).numpy()
     calls = bench.ray_calls(batch, array)

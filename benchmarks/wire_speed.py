@@ -1,6 +1,6 @@
 """The wire's codecs, one way and the other: against pybase64 alone, one memcpy, and JSON lists.
 
-    python benchmarks/bench_wire.py [--json out.jsonl] [--rounds 9] [--only REGEX] [--dry]
+    python benchmarks/wire_speed.py [--json out.jsonl] [--rounds 9] [--only REGEX] [--dry]
 
 One array a message; no GPU takes part, and every codec runs on one thread. The codecs take turns,
 in another order each round; a turn is the fastest of 5 calls one after another, each result freed
@@ -35,7 +35,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from bench_collate import environment
+from collate_speed import environment
 from harness import Case, Cases, Setting, check_dry
 
 from packhorse.packed.wire import (

@@ -1,6 +1,6 @@
 """Operations of a ``Batch`` of 1,024 trajectories with 500 MB of routes, on the host.
 
-    python benchmarks/bench_batch.py [--json out.jsonl] [--rounds 3] [--only REGEX] [--dry]
+    python benchmarks/batch_speed.py [--json out.jsonl] [--rounds 3] [--only REGEX] [--dry]
 
 Five dense fields, routes of 48 x 8 bytes a token, a support of 20 candidates a row or ragged with
 8 a row in the mean. Nothing here needs a GPU. ``packhorse`` is the operation on the whole batch;

@@ -1,6 +1,6 @@
 """Ways from one process to another and to a device, against one plain copy of the same bytes.
 
-    python benchmarks/bench_transport.py [--json out.jsonl] [--rounds 9] [--only REGEX] [--dry]
+    python benchmarks/transport_speed.py [--json out.jsonl] [--rounds 9] [--only REGEX] [--dry]
                                          [--mib 512] [--device-mib 400]
 
 One batch of routes [rows, 48, 8] uint8 and support [rows, 20] int32. The providers of a case take

@@ -1,6 +1,6 @@
 """Collation of routes on the host: one fill against one memcpy and against a padded rectangle.
 
-    python benchmarks/bench_collate.py [--json out.jsonl] [--rounds 7] [--only REGEX] [--dry]
+    python benchmarks/collate_speed.py [--json out.jsonl] [--rounds 7] [--only REGEX] [--dry]
                                        [--mib 1024] [--cpus 2]
 
 B arrays of uint8 [rows, 48, 8] (or int16), as an engine returns them, ``--mib`` MiB together, on
