@@ -18,6 +18,7 @@ from packhorse.packed.wire_format import Hasher
 #: bytes in one go, divisible by 3: they stay in a core's own cache between hash and base64
 CHUNK_BYTES: Final = 384 << 10
 _CHUNK_CHARACTERS: Final = CHUNK_BYTES // 3 * 4
+_SLACK_BYTES: Final = 64
 
 
 def base64_size(num_bytes: int) -> int:
@@ -79,7 +80,8 @@ def decode_text(text: memoryview, num_bytes: int, hashed: Hasher) -> memoryview 
     """Writable memory of exactly ``num_bytes``, hashed; None where ``text``, of ``base64_size``
     characters, is not their one spelling.
     """
-    decoded = np.empty(num_bytes, dtype=np.uint8).data
+    # text without the padding it must have is of up to two bytes more, which libbase64 writes
+    decoded = np.empty(num_bytes + _SLACK_BYTES, dtype=np.uint8)[:num_bytes].data
     if num_bytes == 0:
         return decoded
     decode = _decode_into(text, decoded)

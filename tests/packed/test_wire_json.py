@@ -465,11 +465,35 @@ def test_base64_that_spells_the_same_bytes_otherwise_is_damaged(packages):
     for array, old, new in ((b"\0", b"AA==", b"AB=="), (b"\0\0", b"AAA=", b"AAB=")):
         body = encode_json({"a": np.frombuffer(array, np.uint8)})
         assert old in body
-        for wrong in (new, b"A===", b"====", b"A=A=", b"AA=A", b" AA=", b"AA\\n"):
+        for wrong in (new, b"AAAA", b"A===", b"====", b"A=A=", b"AA=A", b" AA=", b"AA\\n"):
             if wrong == old:
                 continue
             with pytest.raises(TransientWireError, match="field '/a': its base64 is damaged"):
                 decode_json(body.replace(old, wrong[:4]))
+
+
+def test_libbase64_writes_no_byte_past_the_slack():
+    """Text of any length, without the padding it must have too, between two canaries."""
+    functions = wire_base64._libbase64()
+    if functions is None:
+        pytest.skip("pybase64 is not installed, or hides its functions")
+    written = ctypes.c_size_t()
+    for size in [*range(1, 200), 4094, 4095, 4096]:
+        data = RNG.bytes(size)
+        text = base64.b64encode(data)
+        for function, given, room in (
+            (functions[0], data, len(text)),
+            (functions[1], text, size),
+            (functions[1], text.replace(b"=", b"A"), size + wire_base64._SLACK_BYTES),
+        ):
+            memory = (ctypes.c_char * (64 + room + 128))()
+            ctypes.memset(memory, 0xEE, len(memory))
+            into = ctypes.addressof(memory) + 64
+            function(
+                ctypes.cast(given, ctypes.c_void_p), len(given), into, ctypes.byref(written), 0
+            )
+            assert memory.raw[:64] == b"\xee" * 64
+            assert memory.raw[64 + room :] == b"\xee" * 128
 
 
 def test_what_is_not_json_is_transient(packages):
