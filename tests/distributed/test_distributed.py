@@ -23,6 +23,8 @@ def test_each_rank_routes_its_slots_as_captured_and_trains_like_one_rank(name, p
     case = CASES[name]
     if megatron_version() < case.since:
         pytest.skip(f"megatron-core before {case.since[0]}.{case.since[1]} has no such model")
+    if megatron_version() == (0, 18) and case.mtp and case.recompute == "full":
+        pytest.skip("0.18 cannot recompute MTP at all")  # its checkpoint refuses a padding mask
     check(case, pool.run(name, case.world, case.timeout_s))
 
 
