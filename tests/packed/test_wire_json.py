@@ -481,7 +481,7 @@ def test_libbase64_writes_no_byte_past_the_slack():
     for size in [*range(1, 200), 4094, 4095, 4096]:
         data = RNG.bytes(size)
         text = base64.b64encode(data)
-        for function, given, room in (
+        for function, sent, room in (
             (functions[0], data, len(text)),
             (functions[1], text, size),
             (functions[1], text.replace(b"=", b"A"), size + wire_base64._SLACK_BYTES),
@@ -489,9 +489,7 @@ def test_libbase64_writes_no_byte_past_the_slack():
             memory = (ctypes.c_char * (64 + room + 128))()
             ctypes.memset(memory, 0xEE, len(memory))
             into = ctypes.addressof(memory) + 64
-            function(
-                ctypes.cast(given, ctypes.c_void_p), len(given), into, ctypes.byref(written), 0
-            )
+            function(ctypes.cast(sent, ctypes.c_void_p), len(sent), into, ctypes.byref(written), 0)
             assert memory.raw[:64] == b"\xee" * 64
             assert memory.raw[64 + room :] == b"\xee" * 128
 
