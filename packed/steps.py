@@ -325,20 +325,18 @@ def _holding(where: str, items: list[Any], chains: list[_Chain], rule: PerToken)
     if not isinstance(fill, int) or any(_limits(array) is None for array in arrays):
         dtypes = " and ".join(sorted({str(array.dtype) for array in arrays}))
         raise TypeError(f"{where}: {fill!r}, of an observation token, is no value of {dtypes}")
-    wide = [
-        item.to(torch.int64)
-        if isinstance(item, Tensor)
-        else item.astype(np.int64)
-        if isinstance(item, np.ndarray)
-        else item
-        for item in items
-    ]
+    wide: list[Any] = []
+    for item in items:
+        if isinstance(item, Tensor):
+            item = item.to(torch.int64)
+        wide.append(item.astype(np.int64) if isinstance(item, np.ndarray) else item)
     return wide
 
 
 def _holds(array: np.ndarray | Tensor, value: Any) -> bool:
     limits = _limits(array)
-    if limits is None or not isinstance(value, int | float | np.number):
+    value = value.item() if isinstance(value, np.generic) else value
+    if limits is None or not isinstance(value, int | float):
         return True
     return bool(value == value // 1 and limits[0] <= value <= limits[1])
 
