@@ -33,6 +33,7 @@ from packhorse.kernels.support import (
     support_logprobs,
 )
 from packhorse.packed.host import from_host, without_waiting
+from packhorse.packed.ragged import PackedRagged
 from packhorse.packed.sentinels import MISSING_ROW, NO_CANDIDATE
 from packhorse.packed.tensor import PackedTensor
 from packhorse.replay.host import HostInts, host_ints, host_masks
@@ -84,7 +85,7 @@ def score_microbatch(
     logits: Tensor,
     layout: TokenLayout,
     token_ids: PackedTensor | Tensor,
-    support: PackedTensor | None = None,
+    support: PackedTensor | PackedRagged | None = None,
     *,
     response_lengths: HostInts | None = None,
     temperature: float = 1.0,
@@ -102,9 +103,9 @@ def score_microbatch(
             [B, S] int64 with S = ``layout.batch_width``. A dense batch is read by the layout's
             ``first_columns``: it must be LEFT padded unless they were given to
             ``TokenLayout.build``.
-        support: [N, C] int32 or int64, one row a response token, -1 filled; None: the whole
-            vocabulary. On the device of the logits, or on the CPU: then it is checked, and copied
-            from pinned memory without waiting.
+        support: [N, C] int32 or int64, one row a response token, -1 filled, or ragged (it is padded
+            to its widest row here); None: the whole vocabulary. On the device of the logits, or on
+            the CPU: then it is checked, and copied from pinned memory without waiting.
         response_lengths: [B] host integers; needed without a support.
         temperature: the rollout's, applied here and nowhere else.
         loss_masks: for each trajectory host booleans, or 0 and 1, [length], or None: the tokens
@@ -124,6 +125,8 @@ def score_microbatch(
             its response; a support on the CPU has no row for another token with loss. Names the
             trajectory.
     """
+    if isinstance(support, PackedRagged):
+        support = support.to_padded()
     _check_arguments(logits, layout, token_ids, support)
     responses = _response_lengths(layout, support, response_lengths)
     if logits.dim() == 3:
@@ -256,7 +259,9 @@ def _check_arguments(
         return
     field = f"{_NAME}: rollout_sample_support"
     if not isinstance(support, PackedTensor):
-        raise TypeError(f"{field} must be a PackedTensor or None, got {type(support).__name__}")
+        raise TypeError(
+            f"{field} must be a PackedTensor, a PackedRagged or None, got {type(support).__name__}"
+        )
     if support.dtype not in SUPPORT_DTYPES:
         raise TypeError(f"{field} must be int32 or int64, got {support.dtype}")
     if len(support.row_shape) != 1:

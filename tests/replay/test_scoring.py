@@ -10,6 +10,7 @@ import torch
 
 from packhorse.kernels import support as support_module
 from packhorse.kernels.rows import gather_rows
+from packhorse.packed.ragged import PackedRagged
 from packhorse.packed.tensor import PackedTensor
 from packhorse.replay.layout import TokenLayout
 from packhorse.replay.scoring import SCORED_FULL, score_microbatch
@@ -265,6 +266,18 @@ def test_a_support_on_the_host_scores_alike_without_waiting(pinned, cuda, no_hos
     assert scores.logprobs.device == case.logits.device
 
 
+@pytest.mark.parametrize("where", ["with the logits", "on the host"])
+def test_a_ragged_support_scores_as_its_rows_of_one_width(where, device):
+    case = Case("thd", device)
+    expected = score_microbatch(case.logits, case.layout, case.token_ids, case.packed_support)
+    ragged = PackedRagged.from_padded(case.packed_support.to("cpu"))
+    if where == "with the logits":
+        ragged = ragged.to(device)
+    scores = score_microbatch(case.logits, case.layout, case.token_ids, ragged)
+    for name in ("logprobs", "entropy", "status"):
+        assert torch.equal(getattr(scores, name).values, getattr(expected, name).values)
+
+
 def test_a_support_on_the_host_is_taken_by_logits_elsewhere():
     case = Case("thd", "cpu")
     layout = TokenLayout.build(LENGTHS, tp_size=4, batch_width=11, device="meta")
@@ -497,7 +510,7 @@ CASE = Case("thd", "cpu")
         (
             {"support": CASE.packed_support.values},
             TypeError,
-            "rollout_sample_support must be a PackedTensor or None, got Tensor",
+            "rollout_sample_support must be a PackedTensor, a PackedRagged or None, got Tensor",
         ),
         (
             {"support": CASE.packed_support.to("meta")},
