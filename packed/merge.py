@@ -302,7 +302,10 @@ def _concatenated_items(name: str, path: str, values: list[Any]) -> Any:
     for i, value in enumerate(values if plain else ()):
         _check_alike(f"{name}: {path}", i, value, values[0])
     if is_packed(values[0]):
-        return type(values[0]).cat(values)
+        try:
+            return type(values[0]).cat(values)
+        except ValueError as error:  # past int32
+            raise ValueError(f"{name}: {path}: {error}") from None
     return np.concatenate(values) if isinstance(values[0], np.ndarray) else torch.cat(values)
 
 

@@ -169,7 +169,10 @@ class DeviceStager:
                 f"{name}: a copy from host memory cannot be captured in a CUDA graph; stage before"
             )
         layout = LayOut(direct=self._ring is not None, max_bytes=self._buffer_bytes)
-        make = layout.add_value(chosen, ids)
+        try:
+            make = layout.add_value(chosen, ids)
+        except ValueError as error:
+            raise ValueError(f"{name}: {str(error).removeprefix(f'{name}: ')}") from None
         if self._ring is None:
             return self._copy_on_host(layout, make)
         with self._lock:

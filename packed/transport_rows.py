@@ -108,13 +108,16 @@ class LayOut:
             return lambda memory: value._with(made(memory), size)
         return self._add_field(value, ids)
 
-    def _add_fields(self, fields: dict[str, Any], ids: np.ndarray | None) -> Made:
-        made = {
-            name: self._add_fields(held, ids)
-            if isinstance(held, dict)
-            else self._add_field(held, ids)
-            for name, held in fields.items()
-        }
+    def _add_fields(self, fields: dict[str, Any], ids: np.ndarray | None, above: str = "") -> Made:
+        made: dict[str, Made] = {}
+        for name, held in fields.items():
+            if isinstance(held, dict):
+                made[name] = self._add_fields(held, ids, f"{above}{name}.")
+                continue
+            try:
+                made[name] = self._add_field(held, ids)
+            except ValueError as error:  # past int32
+                raise ValueError(f"{above}{name}: {error}") from None
         return lambda memory: {name: make(memory) for name, make in made.items()}
 
     def _add_field(self, held: Any, ids: np.ndarray | None) -> Made:

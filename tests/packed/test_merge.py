@@ -291,6 +291,16 @@ def test_outputs_that_differ_are_refused_by_field_and_output(second, error, mess
         replace_trajectories(make_output([5, 6]), [0], [0], source=second)
 
 
+def test_rows_past_int32_are_refused_by_field():
+    many = torch.zeros(1, 1, 1, dtype=torch.uint8).expand(2**30, 1, 1)
+    output = {"env": {"rollout_expert_indices": PackedTensor.from_lengths(many, [2**30])}}
+    message = (
+        r"^concatenate_outputs: env.rollout_expert_indices: .* 2147483648 rows do not fit int32"
+    )
+    with pytest.raises(ValueError, match=message):
+        concatenate_outputs([output, output])
+
+
 def test_bad_arguments_are_refused():
     output = make_output([1, 2])
     before = copy.deepcopy(trajectories_of(output))

@@ -238,6 +238,13 @@ def test_fields_that_are_not_on_the_host_are_refused_by_name(stager):
         stager.prefetch([batch], ahead=-1)
 
 
+def test_rows_past_int32_are_refused_by_field():
+    many = PackedTensor.from_lengths(torch.zeros(1, dtype=torch.uint8).expand(2**30), [2**30])
+    batch = Batch({"env": {"steps": many}})
+    with pytest.raises(ValueError, match=r"^DeviceStager.stage: env.steps: .* 2147483648 rows do"):
+        DeviceStager("cpu").stage(batch, trajectories=[0, 0])
+
+
 def test_a_captured_stream_is_refused(cuda):
     stager = DeviceStager(cuda)
     graph = torch.cuda.CUDAGraph()
