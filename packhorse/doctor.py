@@ -63,6 +63,20 @@ _PARTS: Final = (
     ),
     _Part("ray", "ray", ("ray",), "transport through Ray", "pip install 'ray>=2.40'"),
     _Part(
+        "xxhash",
+        "xxhash",
+        ("xxhash",),
+        "fast checksums on the wire",
+        "pip install xxhash pybase64 orjson",
+    ),
+    _Part(
+        "tensordict",
+        "tensordict",
+        ("tensordict",),
+        "batches to TensorDict and back",
+        "pip install --no-deps tensordict cloudpickle pyvers",
+    ),
+    _Part(
         "matplotlib",
         "matplotlib",
         ("matplotlib",),
