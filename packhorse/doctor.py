@@ -74,7 +74,7 @@ _PARTS: Final = (
         "tensordict",
         ("tensordict",),
         "batches to TensorDict and back",
-        "pip install --no-deps tensordict cloudpickle pyvers",
+        "pip install tensordict",
     ),
     _Part(
         "matplotlib",
