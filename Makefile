@@ -1,4 +1,4 @@
-# make demo | test | megatron-matrix | lint | bench | gpu | clean
+# make demo | test | megatron-matrix | lint | bench | gpu | fuzz | clean
 #
 # Each target but clean first makes its own environment (tools/setup.sh): .venv, or the active
 # virtual environment. PYTHON=python3.12 names the Python that .venv is made from.
@@ -12,7 +12,7 @@ else
 RUN := $(or $(VIRTUAL_ENV),$(CURDIR)/.venv)/bin/python
 endif
 
-.PHONY: help setup demo test megatron-matrix lint bench gpu clean
+.PHONY: help setup demo test megatron-matrix lint bench gpu fuzz clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -41,6 +41,9 @@ bench: setup
 
 gpu: setup
 	@tools/gpu.sh $(RUN) all $(ARGS)
+
+fuzz: setup
+	@tests/fuzz/run.sh $(or $(SECONDS),60) $(RUN) $(ARGS)
 
 clean:
 	rm -rf .venv build dist packhorse.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -245,7 +245,7 @@ UNRANGED = {
     "CapturedLayers.decoder", "CapturedLayers.listed", "CapturedLayers.moe_only",
     "PackedRagged.detach", "PackedRagged.empty", "PackedRagged.is_pinned", "PackedRagged.segment",
     "PackedTensor.detach", "PackedTensor.empty", "PackedTensor.is_pinned", "PackedTensor.segment",
-    "ReplaySession.report", "ReplaySession.tally", "WireError", "plot_route_mismatch",
+    "ReplaySession.report", "ReplaySession.tally", "plot_route_mismatch",
 }  # fmt: skip
 
 
