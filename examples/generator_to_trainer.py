@@ -84,8 +84,7 @@ def make_batch(trajectories: Sequence[Trajectory]) -> Batch:
         "rewards": rewards,
         "advantages": np.float32((rewards - rewards.mean()) / rewards.std()),  # a field of your own
     }
-    sizes = {"num_experts": SIZES["num_experts"], "vocab_size": SIZES["vocab_size"]}
-    batch = make_inputs(output, **sizes)
+    batch = make_inputs(output, **SIZES)
     validate_batch(batch, **SIZES)  # before anything is done with it
     return batch
 
