@@ -257,7 +257,8 @@ def test_parts_by_number_hold_each_trajectory_once():
     for count in range(8):
         packed = PackedTensor.from_lengths(torch.arange(count), [1] * count)
         for number in (1, 2, 3, 5, 9):
-            held = [attach_batch(part.handle) for part in (shared := share_parts(packed, number))]
+            shared = share_parts(packed, number)
+            held = [attach_batch(part.handle) for part in shared]
             assert [row for part in held for row in part.values.tolist()] == list(range(count))
             sizes = [len(part) for part in held]
             assert len(sizes) == number
