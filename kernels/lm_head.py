@@ -5,7 +5,8 @@
 
 What full logits would take, [T, V], is never made: the forward keeps [T, C], the backward writes
 the gradients that are asked for and little more. Products are added in float32, float64 for float64
-weights. Gradients are deterministic, bit for bit.
+weights. Gradients are deterministic, bit for bit; on a GPU not those of float64, which runs the
+reference there, and waits for the device.
 
 Over a vocabulary that is sharded, each rank makes the logits of its own members and 0 for the
 others, and one all-reduce of [T, C] adds them up: an exact sum, so the scores are those of one
@@ -27,13 +28,14 @@ from packhorse.kernels.lm_head_members import (
     grad_hidden_of_members,
     project_members,
 )
-from packhorse.kernels.members import grad_members, order_support, score_members
+from packhorse.kernels.members import grad_members, order_support, score_members, sum_parts
 from packhorse.kernels.support import (
     LOGITS_DTYPES,
     SUPPORT_DTYPES,
     SupportScores,
     as_operand,
     check_temperature,
+    wants_gradients,
 )
 
 _NAME = "lm_head_support_logprobs"
@@ -45,7 +47,7 @@ class _Head:
     def __init__(
         self,
         *,
-        temperature: float | Tensor,
+        temperature: float,
         softcap: float | None,
         vocab_size: int,
         vocab_start: int,
@@ -61,9 +63,9 @@ class _Head:
         self.group = group
         self.reduce_hidden_grad = reduce_hidden_grad
 
-    def operand(self, like: Tensor) -> tuple[float, Tensor | None]:
-        if isinstance(self.temperature, Tensor):
-            return 1.0, self.temperature
+    def operand(self, temperatures: Tensor | None, like: Tensor) -> tuple[float, Tensor | None]:
+        if temperatures is not None:
+            return 1.0, temperatures
         return as_operand(self.temperature, like)
 
 
@@ -73,13 +75,14 @@ def _score(
     bias: Tensor | None,
     support_ids: Tensor,
     sampled_ids: Tensor,
+    temperatures: Tensor | None,  # [T], in place of the head's one
     head: _Head,
 ) -> tuple[SupportScores, tuple[Tensor, ...]]:
     """The scores, and for the backward: columns, member_logprobs, capped logits (or nothing)."""
     columns, known, num_ignored = order_support(support_ids, head.vocab_size)
     logits = project_members(hidden, weight, bias, columns, head.vocab_start)
     if head.group is not None or head.softcap is not None:
-        logits = logits.sum(0, keepdim=True)
+        logits = sum_parts(logits)[None]
     if head.group is not None:
         dist.all_reduce(logits, group=head.group)
     capped: tuple[Tensor, ...] = ()
@@ -87,7 +90,7 @@ def _score(
         logits = head.softcap * torch.tanh(logits / head.softcap)
         capped = (logits[0],)
     logprobs, entropy, status, member_logprobs = score_members(
-        logits, columns, known, sampled_ids, *head.operand(logits[0])
+        logits, columns, known, sampled_ids, *head.operand(temperatures, logits[0])
     )
     scores = SupportScores(logprobs, entropy, status, num_ignored)
     return scores, (columns, member_logprobs, *capped)
@@ -95,9 +98,9 @@ def _score(
 
 class _LmHeadSupportLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, support_ids, sampled_ids, head):
-        scores, kept = _score(hidden, weight, bias, support_ids, sampled_ids, head)
-        ctx.save_for_backward(hidden, weight, sampled_ids, scores.entropy, *kept)
+    def forward(ctx, hidden, weight, bias, support_ids, sampled_ids, temperatures, head):
+        scores, kept = _score(hidden, weight, bias, support_ids, sampled_ids, temperatures, head)
+        ctx.save_for_backward(hidden, weight, sampled_ids, temperatures, scores.entropy, *kept)
         ctx.head, ctx.bias_dtype = head, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(scores.status, scores.num_ignored)
         return tuple(scores)
@@ -105,11 +108,12 @@ class _LmHeadSupportLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy, _grad_status, _grad_num_ignored):
-        hidden, weight, sampled_ids, entropy, columns, member_logprobs, *capped = ctx.saved_tensors
+        hidden, weight, sampled_ids, temperatures, entropy, *kept = ctx.saved_tensors
+        columns, member_logprobs, *capped = kept
         head: _Head = ctx.head
         grads = grad_members(
             grad_logprobs, grad_entropy, columns, member_logprobs, entropy, sampled_ids,
-            *head.operand(member_logprobs),
+            *head.operand(temperatures, member_logprobs),
         )  # fmt: skip
         if capped:  # of d tanh; an entry without a gradient keeps none, whatever its logit
             slope = 1 - (capped[0] / head.softcap) ** 2
@@ -129,7 +133,7 @@ class _LmHeadSupportLogprobs(torch.autograd.Function):
             ones = hidden.new_ones((hidden.shape[0], 1))
             add_weight_gradient(sums, grads, ones, columns, head.vocab_start)
             grad_bias = sums.squeeze(1).to(ctx.bias_dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 # --- public API -----------------------------------------------------------------------------------
@@ -146,7 +150,7 @@ def lm_head_support_logprobs(
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     vocab_size: int | None = None,
-    vocab_start: int = 0,
+    vocab_start: int | None = None,
     main_grad: Tensor | None = None,
     group: Any = None,
     reduce_hidden_grad: bool = True,
@@ -162,14 +166,15 @@ def lm_head_support_logprobs(
         sampled_ids: [T] int64.
         bias: [V] of the LM head.
         temperature: the rollout's, finite and > 0, or one a token, [T] float32 (float64 for
-            float64 hidden states; its values are not read for a check).
+            float64 hidden states; its values are not read for a check, and it gets no gradient).
         softcap: logits are ``softcap * tanh(logits / softcap)``; None: as they are.
         vocab_size: ids of the whole vocabulary; rows after it are pads. By default the rows of all
             shards: V without a group, else V times its ranks.
-        vocab_start: id of the first row of ``weight``.
-        main_grad: [V, H] float32 (float64), to which the backward adds the weight's gradient in
-            place; autograd then gives ``weight`` none. Without it autograd gets a dense one of the
-            weight's dtype.
+        vocab_start: id of the first row of ``weight``; by default shards of V rows in the order of
+            the ranks. 0 without a group.
+        main_grad: [V, H] float32 (float64), to which the backward adds the gradient of ``weight``,
+            a leaf, in place; autograd then gives it none. Without it autograd gets a dense one of
+            the weight's dtype.
         group: ranks that hold the shards; all call with the same tokens, supports and, but for
             rounding, gradients. One all-reduce of [T, C] in the forward, and in the backward one
             of the gradient of ``hidden``.
@@ -181,9 +186,11 @@ def lm_head_support_logprobs(
         differentiable once in hidden, weight and bias; status [T] and num_ignored [T].
 
     Raises:
-        TypeError: a dtype is unsupported, or a number is none.
-        ValueError: a shape, device, number or stride does not fit. Ids are not read: ``status``
-            reports them.
+        TypeError: an argument is no tensor or number where it must be, or a dtype is unsupported.
+        ValueError: a shape, device, number or stride does not fit; temperatures or ``main_grad``
+            want a gradient; this rank is not in ``group``. Ids are not read: ``status`` reports
+            them.
+        NotImplementedError, RuntimeError: of torch, in forward mode or under ``torch.func``.
     """
     num_rows = _check_tensors(hidden, weight, bias, support_ids, sampled_ids)
     if isinstance(temperature, Tensor):
@@ -195,23 +202,32 @@ def lm_head_support_logprobs(
                 f"{_NAME}: temperature must be a number or [T] with T = {hidden.shape[0]} on"
                 f" {hidden.device}, got {tuple(temperature.shape)} on {temperature.device}"
             )
-        temperature = temperature.contiguous()
+        if temperature.requires_grad:
+            raise ValueError(f"{_NAME}: temperature gets no gradient; detach it")
+        temperature, temperatures = 1.0, temperature.contiguous()
     else:
-        temperature = check_temperature(_NAME, temperature)
+        temperature, temperatures = check_temperature(_NAME, temperature), None
     if softcap is not None:
         softcap = _check_softcap(softcap)
     num_shards = 1 if group is None else dist.get_world_size(group)
+    if num_shards < 1:
+        raise ValueError(f"{_NAME}: this rank is not in group")
     vocab_size = num_rows * num_shards if vocab_size is None else vocab_size
+    if vocab_start is None:
+        vocab_start = 0 if num_shards == 1 else num_rows * dist.get_rank(group)
     for field, value, least in (("vocab_size", vocab_size, 1), ("vocab_start", vocab_start, 0)):
         if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
             raise TypeError(f"{_NAME}: {field} must be an int, got {type(value).__name__}")
         if not least <= value < 2**31:
             raise ValueError(f"{_NAME}: {field} must be from {least} to 2**31 - 1, got {value}")
-    if group is None and vocab_size > vocab_start + num_rows:
+    if num_shards == 1 and (vocab_start > 0 or vocab_size > num_rows):
         raise ValueError(
-            f"{_NAME}: vocab_size={vocab_size} is above the {vocab_start + num_rows} rows that"
-            " weight ends at, and no group holds the others"
+            f"{_NAME}: vocab_size={vocab_size} and vocab_start={vocab_start}, but weight has ids 0"
+            f" to {num_rows - 1} and no group holds others"
         )
+    if not isinstance(reduce_hidden_grad, bool):
+        given = type(reduce_hidden_grad).__name__
+        raise TypeError(f"{_NAME}: reduce_hidden_grad must be a bool, got {given}")
     if main_grad is not None:
         _check_main_grad(main_grad, weight)
     head = _Head(
@@ -223,9 +239,8 @@ def lm_head_support_logprobs(
         group=group if num_shards > 1 else None,
         reduce_hidden_grad=reduce_hidden_grad,
     )
-    arguments = _rows(hidden), _rows(weight), bias, support_ids, sampled_ids, head
-    differentiated = any(x is not None and x.requires_grad for x in (hidden, weight, bias))
-    if torch.is_grad_enabled() and differentiated:
+    arguments = _rows(hidden), _rows(weight), bias, support_ids, sampled_ids, temperatures, head
+    if wants_gradients(hidden, weight, bias):
         return SupportScores(*_LmHeadSupportLogprobs.apply(*arguments))
     return _score(*arguments)[0]
 
@@ -237,6 +252,15 @@ def _rows(x: Tensor) -> Tensor:
 def _check_tensors(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, support_ids: Tensor, sampled_ids: Tensor
 ) -> int:
+    for field, tensor in (
+        ("hidden", hidden),
+        ("weight", weight),
+        ("support_ids", support_ids),
+        ("sampled_ids", sampled_ids),
+        ("bias", bias),
+    ):
+        if not isinstance(tensor, Tensor) and (tensor is not None or field != "bias"):
+            raise TypeError(f"{_NAME}: {field} must be a tensor, got {type(tensor).__name__}")
     if hidden.dtype not in LOGITS_DTYPES:
         raise TypeError(f"{_NAME}: hidden has unsupported dtype {hidden.dtype}")
     for field, tensor in (("weight", weight), ("bias", bias)):
@@ -290,6 +314,9 @@ def _check_softcap(softcap: float) -> float:
 
 
 def _check_main_grad(main_grad: Tensor, weight: Tensor) -> None:
+    if not isinstance(main_grad, Tensor):
+        given = type(main_grad).__name__
+        raise TypeError(f"{_NAME}: main_grad must be a tensor, got {given}")
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     if main_grad.dtype != wide:
         raise TypeError(f"{_NAME}: main_grad must be {wide}, got {main_grad.dtype}")
@@ -302,3 +329,8 @@ def _check_main_grad(main_grad: Tensor, weight: Tensor) -> None:
         raise ValueError(f"{_NAME}: main_grad must have rows of unit stride")
     if main_grad.requires_grad:
         raise ValueError(f"{_NAME}: main_grad must not require a gradient")
+    if weight.requires_grad and not weight.is_leaf:
+        raise ValueError(
+            f"{_NAME}: main_grad is for a weight that is a leaf; what this one is made of would get"
+            " no gradient"
+        )

@@ -74,6 +74,14 @@ def order_support_reference(support_ids: Tensor, vocab_size: int) -> tuple[Tenso
     return columns, status, (named.sum(1) - member.sum(1)).to(torch.int32)
 
 
+def sum_parts(logits: Tensor) -> Tensor:
+    """[T, C] of [S, T, C], in the order of the parts: torch's own sum takes another."""
+    total = logits[0]
+    for part in logits[1:]:
+        total = total + part
+    return total
+
+
 def score_members_reference(
     logits: Tensor,  # [S, T, C] float32 or float64, not yet divided by the temperature
     columns: Tensor,  # [T, C] int32 of ``order_support``
@@ -86,7 +94,7 @@ def score_members_reference(
 
     The last are -inf where the entry is no member, or its row has no score.
     """
-    z = logits.sum(0) / (temperature if temperatures is None else temperatures[:, None])
+    z = sum_parts(logits) / (temperature if temperatures is None else temperatures[:, None])
     member = columns >= 0
     sampled = member & (columns == sampled_ids[:, None])
     status = torch.full_like(known, SUPPORT_OK)

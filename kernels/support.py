@@ -37,6 +37,7 @@ from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from packhorse._nvtx import ranged
@@ -110,6 +111,14 @@ def as_operand(temperature: float, like: Tensor) -> tuple[float, Tensor | None]:
     if torch.compiler.is_compiling():
         return 1.0, like.new_ones((like.shape[0],)) * temperature
     return temperature, None
+
+
+def wants_gradients(*inputs: Tensor | None) -> bool:
+    """Whether to go by way of autograd. In forward mode too, which the closed forms refuse: the
+    operators below them would drop its tangents in silence."""
+    if forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 def _grad_logits(
@@ -254,9 +263,9 @@ def support_logprobs(
 
     Returns:
         ``SupportScores``: logprobs [T] and entropy [T] (float32; float64 for float64 logits; both
-        differentiable once in ``logits``), status [T] uint8 and num_ignored [T] int32. Rows whose
-        status is not ``SUPPORT_OK`` hold 0 and have no gradient. Beyond the gradient of the logits,
-        memory is O(T C).
+        differentiable once in ``logits``, in reverse mode), status [T] uint8 and num_ignored [T]
+        int32. Rows whose status is not ``SUPPORT_OK`` hold 0 and have no gradient. Beyond the
+        gradient of the logits, memory is O(T C).
 
     Raises:
         TypeError: a dtype is unsupported, the temperature is not a number or ``vocab_size`` no int.
@@ -275,7 +284,7 @@ def support_logprobs(
     _validate_support("support_logprobs", logits, support_ids)
     check_vocab_size("support_logprobs", logits, vocab_size)
     arguments = logits, support_ids, sampled_ids, temperature, vocab_size
-    if torch.is_grad_enabled() and logits.requires_grad:
+    if wants_gradients(logits):
         return SupportScores(*_SupportLogprobs.apply(*arguments))
     return _score_logits(*arguments)[0]
 

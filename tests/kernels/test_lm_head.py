@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packhorse.kernels import lm_head_members
+from packhorse.kernels import lm_head_members, members
 from packhorse.kernels.lm_head import lm_head_support_logprobs
+from packhorse.kernels.support import support_logprobs
 from packhorse.testing import assert_within_budget
 from tests.conftest import INTERPRET
 
@@ -381,6 +382,123 @@ def test_logits_of_shards_add_up_to_the_whole_bit_for_bit(device):
     torch.testing.assert_close(summed, ops.grad_hidden_of_members(grads, weight, columns, 0))
 
 
+def test_parts_are_added_in_their_order_by_ranks_as_by_one(device):
+    """A rank adds the parts before the all-reduce, one rank alone while it scores."""
+    _, weight, ids, sampled = draw(*SHAPES[0], device=device)
+    columns, known, _ = torch.ops.packhorse.order_support(ids, weight.shape[0])
+    generator = torch.Generator().manual_seed(7)
+    parts = torch.randn(14, *columns.shape, generator=generator).to(device)
+    added = members.sum_parts(parts)
+    by_hand = torch.zeros_like(added)
+    for part in parts:
+        by_hand += part
+    assert torch.equal(added, by_hand)
+    scores = [
+        torch.ops.packhorse.score_members(x, columns, known, sampled, 0.7)
+        for x in (parts, added[None])
+    ]
+    for of_parts, of_sum in zip(*scores, strict=True):
+        assert torch.equal(of_parts, of_sum)
+
+
+def test_ids_beyond_int32_and_rows_wider_than_one_program_sorts(device):
+    states, weight, _, _ = draw(6, 16, 40, 1, dtype=F32, device=device)
+    for width in (2, 33, 70) if INTERPRET else (2, 33, 4096, 5000):
+        generator = torch.Generator().manual_seed(width)
+        ids = torch.randint(-1, 40, (6, width), generator=generator)
+        ids[:, 0] = torch.arange(6)
+        ids[1, 1:], ids[2, :] = 2**31, -(2**40)
+        ids[3, 1] = 2**32 + 5  # 5 in its low half
+        sampled = torch.arange(6)
+        logprobs, _, scored = oracle(states.cpu(), weight.cpu(), ids, sampled)
+        named = [[token for token in row if token != -1] for row in ids.tolist()]
+        inside = [{token for token in row if 0 <= token < 40} for row in named]
+        scores = lm_head_support_logprobs(states, weight, ids.to(device), sampled.to(device))
+        assert scores.status[2] == INVALID
+        assert torch.equal(scores.status.cpu() == OK, scored)
+        torch.testing.assert_close(scores.logprobs.cpu(), logprobs, rtol=1e-5, atol=2e-5)
+        ignored = [len(row) - len(kept) for row, kept in zip(named, inside, strict=True)]
+        assert scores.num_ignored.tolist() == ignored
+
+
+@pytest.mark.parametrize("edited", ["hidden", "weight", "sampled_ids", "temperature"])
+def test_a_backward_after_an_edit_of_what_it_needs_is_refused(edited, device):
+    states, weight, ids, sampled = draw(*SHAPES[0], dtype=F32, device=device)
+    given = {
+        "hidden": states.requires_grad_() * 1,
+        "weight": weight.requires_grad_() * 1,
+        "sampled_ids": sampled,
+        "temperature": torch.ones(len(sampled), device=device),
+    }
+    scores = lm_head_support_logprobs(**given, support_ids=ids)
+    with torch.no_grad():
+        given[edited].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        scores.logprobs.sum().backward()
+
+
+def test_supports_may_be_edited_before_the_backward(device):
+    states, weight, ids, sampled = draw(*SHAPES[0], dtype=F32, device=device)
+    grads = []
+    for edit in (False, True):
+        inputs, support = leaves(states, weight), ids.clone()
+        scores = lm_head_support_logprobs(*inputs, support, sampled)
+        if edit:
+            support.fill_(-1)
+        scores.logprobs.sum().backward()
+        grads.append([x.grad for x in inputs])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_gradients_of_higher_order_and_of_forward_mode_are_refused(device):
+    states, weight, ids, sampled = draw(*SHAPES[0], dtype=F32, device=device)
+
+    def of_hidden(x):
+        return lm_head_support_logprobs(x, weight, ids, sampled).logprobs
+
+    def of_logits(x):
+        return support_logprobs(x @ weight.T, ids, sampled).logprobs
+
+    for scored in (of_hidden, of_logits):
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(states, torch.ones_like(states))
+            with pytest.raises(NotImplementedError, match="jvp"):
+                scored(dual)
+        for transformed in (
+            lambda scored=scored: torch.func.jvp(scored, (states,), (states,)),
+            lambda scored=scored: torch.func.grad(lambda x: scored(x).sum())(states),
+        ):
+            with pytest.raises(RuntimeError, match="setup_context"):
+                transformed()
+        leaf = leaves(states)[0]
+        (grad,) = torch.autograd.grad((scored(leaf) ** 2).sum(), leaf, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
+
+
+def test_a_tied_embedding_gets_the_gradients_of_both_uses(device):
+    _, weight, ids, sampled = draw(*SHAPES[0], dtype=F32, device=device)
+    prompts = torch.arange(len(sampled), device=device) % weight.shape[0]
+    tied = leaves(weight)[0]
+    lm_head_support_logprobs(tied[prompts], tied, ids, sampled).logprobs.sum().backward()
+    wide = leaves(weight.double())[0]
+    oracle(wide[prompts], wide, ids, sampled)[0].sum().backward()
+    torch.testing.assert_close(tied.grad.double(), wide.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_hooks_of_a_weight_with_main_grad_fire(device):
+    """Megatron's gradient buffers count on them."""
+    states, weight, ids, sampled = draw(*SHAPES[0], dtype=F32, device=device)
+    leaf, fired = leaves(weight)[0], []
+    node = leaf.expand_as(leaf).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *_: fired.append("node"))
+    leaf.register_post_accumulate_grad_hook(lambda _: fired.append("leaf"))
+    main_grad = torch.zeros_like(weight)
+    scores = lm_head_support_logprobs(states, leaf, ids, sampled, main_grad=main_grad)
+    scores.logprobs.sum().backward()
+    assert sorted(fired) == ["leaf", "node"]
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 T, H, V, C = 3, 8, 10, 2
@@ -415,13 +533,25 @@ def good():
         ({"softcap": -1.0}, ValueError, "softcap must be finite and > 0, got -1.0"),
         ({"softcap": True}, TypeError, "softcap must be a number"),
         ({"vocab_size": 0}, ValueError, "vocab_size must be from 1"),
-        ({"vocab_size": 11}, ValueError, "vocab_size=11 is above the 10 rows"),
+        ({"vocab_size": 11}, ValueError, "vocab_size=11 .* weight has ids 0 to 9 and no group"),
+        ({"vocab_start": 5}, ValueError, "vocab_start=5, .* no group holds others"),
         ({"vocab_start": -1}, ValueError, "vocab_start must be from 0"),
         ({"vocab_start": 1.0}, TypeError, "vocab_start must be an int"),
         ({"main_grad": torch.zeros(V, H).half()}, TypeError, "main_grad must be torch.float32"),
         ({"main_grad": torch.zeros(V, H + 1)}, ValueError, r"main_grad must be \[10, 8\]"),
         ({"main_grad": torch.zeros(H, V).T}, ValueError, "rows of unit stride"),
         ({"main_grad": torch.zeros(V, H).requires_grad_()}, ValueError, "must not require"),
+        ({"main_grad": 1.0}, TypeError, "main_grad must be a tensor, got float"),
+        (
+            {"main_grad": torch.zeros(V, H), "weight": torch.zeros(V, H).requires_grad_() * 2},
+            ValueError,
+            "main_grad is for a weight that is a leaf",
+        ),
+        ({"temperature": torch.ones(T).requires_grad_()}, ValueError, "temperature gets no grad"),
+        ({"hidden": [[0.0]]}, TypeError, "hidden must be a tensor, got list"),
+        ({"weight": None}, TypeError, "weight must be a tensor, got NoneType"),
+        ({"bias": 0.0}, TypeError, "bias must be a tensor, got float"),
+        ({"reduce_hidden_grad": 1}, TypeError, "reduce_hidden_grad must be a bool, got int"),
     ],
     ids=str,
 )
