@@ -304,7 +304,8 @@ def host_integers(name: str, batch: Batch, field: str) -> np.ndarray:
             f"{name}: {field} must be host integers in a list, got {type(value).__name__}"
         )
     for i, number in enumerate(value):
-        if number is not None and not isinstance(number, int | np.integer):
+        is_integer = isinstance(number, int | np.integer) and not isinstance(number, bool)
+        if number is not None and not is_integer:
             raise TypeError(f"{name}: {field} of trajectory {i} must be an integer, got {number!r}")
     numbers = [HOST_FIELDS[field] if number is None else int(number) for number in value]
     return np.array(numbers, dtype=np.int64)

@@ -61,6 +61,10 @@ STEP_RULES: Final[Mapping[str, StepRule]] = {
 }
 
 
+#: torch joins them with no other dtype
+_UNPROMOTED: Final = (torch.uint16, torch.uint32, torch.uint64)
+
+
 class MergedSteps(NamedTuple):
     """Fields of the merged trajectories, and which steps became each."""
 
@@ -398,6 +402,8 @@ def _joined_routes(where: str, items: list[Any], chain: _Chain) -> Any:
     if not known:
         return None
     if isinstance(known[0], Tensor):
+        if any(rows.dtype in _UNPROMOTED for rows in known) and len({x.dtype for x in known}) > 1:
+            known = [rows.to(torch.int64) for rows in known]
         return torch.cat(known)
     dtype = np.result_type(*known)  # of integers; uint64 with a signed one would be a float
     return np.concatenate(known, dtype=dtype if dtype.kind in "iu" else np.int64, casting="unsafe")

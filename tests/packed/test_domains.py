@@ -390,6 +390,7 @@ def changed_rows(field: str, place: tuple, value) -> dict:
          " of the response, from column 4 of 10"),
         ({"lengths": torch.tensor([5, 10, 7, 7])}, {}, "lengths must be host integers in a list"),
         ({"lengths": [5, 10, 7, "7"]}, {}, "lengths of trajectory 3 must be an integer, got '7'"),
+        ({"lengths": [5, True, 7, 7]}, {}, "lengths of trajectory 1 must be an integer, got True"),
         ({"sequences": torch.zeros(4, 10)}, {}, "sequences must be int64, got float32"),
         ({"sequences": ["a"] * 4}, {}, "sequences must be a dense tensor, got tuple"),
         ({"attention_mask": torch.ones(4, 9)}, {}, "attention_mask must be [4, 10], got [4, 9]"),

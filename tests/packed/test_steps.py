@@ -226,6 +226,11 @@ def test_trap_21_routes_of_steps_widen_losslessly(first, second, dtype):
     (merged,) = merge_steps(steps, ["a", "a"]).output["rollout_expert_indices"]
     assert merged.dtype == np.dtype(dtype)
     assert merged.tolist() == rows(0, 6).tolist()
+    tensors = [torch.from_numpy(given) for given in steps["rollout_expert_indices"]]
+    (merged,) = merge_steps(two_steps(rollout_expert_indices=tensors), ["a", "a"]).output[
+        "rollout_expert_indices"
+    ]
+    assert merged.tolist() == rows(0, 6).tolist()
 
 
 @pytest.mark.parametrize(
