@@ -204,7 +204,7 @@ def lm_head_support_logprobs(
             )
         if temperature.requires_grad:
             raise ValueError(f"{_NAME}: temperature gets no gradient; detach it")
-        temperature, temperatures = 1.0, temperature.contiguous()
+        temperatures, temperature = temperature.contiguous(), 1.0
     else:
         temperature, temperatures = check_temperature(_NAME, temperature), None
     if softcap is not None:
