@@ -49,26 +49,28 @@ def run_tasks(task: Callable[[int], None], num_tasks: int, num_threads: int) -> 
                     errors[number] = error
                 return
 
-    helpers = []
+    helpers: list[threading.Thread] = []
     num_helpers = min(num_threads, num_tasks) - 1
     if sys.is_finalizing():  # a thread would never get the GIL
         num_helpers = 0
-    for _ in range(num_helpers):
-        helper = threading.Thread(target=work, name="packhorse-pool", daemon=True)
-        try:
-            helper.start()
-        except RuntimeError:  # the system or, in its shutdown, the interpreter gives no more
-            break
-        helpers.append(helper)
     try:
+        for _ in range(num_helpers):
+            helper = threading.Thread(target=work, name="packhorse-pool", daemon=True)
+            helpers.append(helper)
+            try:
+                helper.start()
+            except RuntimeError:  # the system or, in its shutdown, the interpreter gives no more
+                helpers.pop()
+                break
         work()
         for helper in helpers:
             helper.join()
-    except BaseException as error:  # an interrupt between two tasks
+    except BaseException as error:  # an interrupt, before, between or after tasks
         with lock:
             errors.setdefault(num_tasks, error)
         for helper in helpers:
-            helper.join()
+            if helper.ident is not None:  # one that has not begun will find the error first
+                helper.join()
         raise
     if errors:
         raise errors[min(errors)]

@@ -94,6 +94,28 @@ def test_an_interrupt_ends_the_call(num_threads):
     assert pool_threads() == []
 
 
+def test_an_interrupt_while_threads_start_leaves_none(monkeypatch):
+    start, release, started, ended = threading.Thread.start, threading.Event(), [], []
+
+    def interrupted(thread):
+        if started:
+            release.set()
+            raise KeyboardInterrupt
+        start(thread)
+        started.append(thread)
+
+    def task(number):
+        assert release.wait(60)
+        time.sleep(0.05)
+        ended.append(number)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_tasks(task, 1000, 3)
+    assert pool_threads() == []
+    assert ended == [0]
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_process_forked_in_the_middle_has_a_pool_of_its_own():
     program = """
