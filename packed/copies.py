@@ -24,13 +24,16 @@ _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def join_rows(parts: Sequence[Tensor]) -> Tensor:
-    """``torch.cat`` of tensors [rows_i, ...] of one dtype, row shape and device."""
+    """``torch.cat`` of tensors [rows_i, ...] of one dtype, row shape and device, contiguous."""
     arrays = [_bits_of(part) for part in parts]
     if not arrays or any(array is None for array in arrays):
         bits = [same_bits(part) for part in parts]
         joined = torch.cat(bits)
         return joined if bits[0] is parts[0] else joined.view(parts[0].dtype)
-    return _tensor_of(np.concatenate(arrays), parts[0].dtype)  # type: ignore[arg-type]
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    memory = np.empty(shape, dtype=arrays[0].dtype)  # type: ignore[union-attr]
+    np.concatenate(arrays, out=memory)  # type: ignore[arg-type]  # without out= as these lie
+    return _tensor_of(memory, parts[0].dtype)
 
 
 def repeat_rows(values: Tensor, times: int) -> Tensor:

@@ -83,7 +83,8 @@ def test_copies_are_private_contiguous_and_hold_no_lazy_stride():
     values = torch.arange(12.0).view(6, 2)
     for made in (clone_rows(values), clone_rows(values[::2]), join_rows([values, values]),
                  take_rows(values, np.array([1])), clone_rows(values[:0]), clone_rows(values[0, 0]),
-                 join_rows([values[:0], values[:0]])):  # fmt: skip
+                 join_rows([values[:0], values[:0]]), join_rows([values.T, values.T]),
+                 repeat_rows(values.T, 2)):  # fmt: skip
         assert made.untyped_storage().data_ptr() != values.untyped_storage().data_ptr()
         assert made.untyped_storage().nbytes() == made.nbytes
         assert made.is_contiguous()
