@@ -277,7 +277,8 @@ class PackedRagged(PackedSegments):
     ) -> "PackedRagged":
         """The rows from ``first_row`` on, cut by ``bounds``."""
         rows = slice(first_row, first_row + int(bounds[-1]) + 1)
-        row_bounds, zero = self._row_bounds[rows], int(self._row_bounds[0])
+        of_all = self._row_bounds  # read once: another thread may make ``row_offsets`` meanwhile
+        row_bounds, zero = of_all[rows], int(of_all[0])
         first_id = int(row_bounds[0]) - zero
         values = self._values[first_id : int(row_bounds[-1]) - zero]
         row_offsets = None
@@ -393,7 +394,8 @@ class PackedRagged(PackedSegments):
 
     def _own_row_bounds(self) -> np.ndarray:
         """A copy, from 0: an offset tensor made of it shares memory with no other one."""
-        return self._row_bounds - self._row_bounds[0]
+        row_bounds = self._row_bounds
+        return row_bounds - row_bounds[0]
 
     def pin_memory(self) -> "PackedRagged":
         """Copy to page-locked memory, from where ``to(device, non_blocking=True)`` does not wait.

@@ -384,6 +384,30 @@ def test_a_slice_whose_offsets_were_never_read_is_cut_further(device):
         check(pickle.loads(pickle.dumps(rest(), protocol=protocol)), MODEL[2:])
 
 
+def test_a_slice_is_right_while_another_thread_reads_the_offsets():
+    class Raced(PackedRagged):
+        """Another thread makes ``row_offsets`` whenever the host's bounds have been read."""
+
+        __slots__ = ()
+        _slot = PackedRagged._row_bounds
+
+        @property
+        def _row_bounds(self):
+            found = Raced._slot.__get__(self)
+            Raced._slot.__set__(self, found - found[0])
+            return found
+
+        @_row_bounds.setter
+        def _row_bounds(self, bounds):
+            Raced._slot.__set__(self, bounds)
+
+    rows = [[[1], [2, 3]], [[4, 5, 6]], [[7], [], [8, 9]]]
+    for read in (lambda x: x[1:], lambda x: x.clone()[1:], lambda x: x[[1, 0]][::-1]):
+        base = build(rows)[1:]  # its bounds begin at the ids of the first segment
+        raced = Raced._make(base.values, base.bounds.copy(), base._row_bounds.copy())
+        assert as_lists(read(raced)) == as_lists(read(base))
+
+
 def test_a_slice_makes_nothing_a_row():
     lengths = [10**5] * 10
     packed = PackedRagged.from_lengths(torch.zeros(10**6, dtype=torch.int32), [1] * 10**6, lengths)
