@@ -31,6 +31,7 @@ from packhorse.packed.batch_parts import (
     apply,
     check_fields,
     check_joinable,
+    check_kinds,
     cut_fields,
     equal_fields,
     join_fields,
@@ -306,7 +307,7 @@ class Batch:
 
         Raises:
             TypeError: an input is no ``Batch``; kinds, forms of a packed field or dtypes differ,
-                and are not to be widened.
+                and are not to be widened, or to none that is legal by a rule of another input.
             ValueError: no inputs; fields, row shapes, devices or rules differ, or the rows of a
                 field are past int32. Each names field and input.
         """
@@ -332,6 +333,8 @@ class Batch:
         check_total(name, size, "trajectories")
         joined = first._with(join_fields(name, parts), size)
         joined._registry = registry
+        if registry is not first._registry:  # a field may have met none of these rules yet
+            check_kinds(name, joined._fields, registry)
         return joined
 
     # --- padding ----------------------------------------------------------------------------------

@@ -246,14 +246,16 @@ def equal_fields(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(equal_fields(one[k], other[k]) for k in one)
-    if isinstance(one, tuple):
+    if isinstance(one, tuple | list) and isinstance(other, type(one)):
         return len(one) == len(other) and all(map(equal_fields, one, other))
     if isinstance(one, PackedSegments):
         return one == other
     if isinstance(one, Tensor):
         same = one.shape == other.shape and one.dtype == other.dtype
         return same and one.device == other.device and equal_values(one, other)
-    return bool(one == other)
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    return bool(np.all(one == other))
 
 
 # --- shipping -------------------------------------------------------------------------------------

@@ -58,8 +58,8 @@ def join_trajectories(
         side: where the fill goes; "left" suits left-padded sequences and right-aligned responses.
 
     Returns:
-        A batch that owns its memory (that of a single item is the item's), the metadata that of
-        item 0.
+        A batch whose dense and packed fields own their memory; listed things, and all of a single
+        item, are the items'. The metadata is that of item 0.
 
     Raises:
         TypeError: an item is no ``Batch``, or kinds or dtypes differ.

@@ -57,7 +57,7 @@ _DOMAINS: Final = ("captured", "response", "token", "any")
 
 
 @ranged_methods()
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackedField:
     """The rule of one packed field.
 
@@ -115,6 +115,16 @@ class PackedField:
         legal = self.row_shape == (None,) and torch.int32 in self.dtypes
         if self.ragged and not (legal and self.fill == NO_CANDIDATE):
             raise ValueError(f"{where}: ragged needs rows [C] of any width, int32 and fill -1")
+
+    def _key(self) -> tuple[Any, ...]:
+        fill = "nan" if self.fill != self.fill else self.fill  # a NaN is not equal to itself
+        return self.name, self.domain, self.dtypes, self.row_shape, fill, self.ragged
+
+    def __eq__(self, other: object) -> bool:
+        return self._key() == other._key() if isinstance(other, PackedField) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key())
 
     @property
     def forms(self) -> str:

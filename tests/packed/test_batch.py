@@ -4,12 +4,19 @@ Oracle: worked cases, and the batch as a Python list of trajectories, each a dic
 moved, not computed, so nothing here has a tolerance.
 """
 
+import numpy as np
 import pytest
 import torch
 
 from packhorse.packed.batch import Batch
 from packhorse.packed.buffer import join_trajectories
-from packhorse.packed.fields import PACKED_FIELDS, PackedField, materialize, router_padding_mask
+from packhorse.packed.fields import (
+    PACKED_FIELDS,
+    FieldRegistry,
+    PackedField,
+    materialize,
+    router_padding_mask,
+)
 from packhorse.packed.ragged import PackedRagged
 from packhorse.packed.tensor import PackedTensor
 from tests.packed import ragged_model
@@ -94,6 +101,16 @@ def test_trap_42_cat_of_two_dtypes_is_an_error_and_widening_is_asked_for(order):
     dense = [Batch({"x": torch.zeros(1)}), Batch({"x": torch.zeros(1).double()})]
     with pytest.raises(TypeError, match=r"^Batch\.cat: x of input 1 is torch\.float64"):
         Batch.cat(dense, widen=True)
+
+
+def test_what_is_joined_is_held_to_the_rules_of_all():
+    wide = make_packed([1, 2], torch.int64, (2, 2))
+    free = Batch({ROUTES: wide}, registry=FieldRegistry())
+    ruled = Batch({ROUTES: make_packed([1, 2], torch.uint8, (2, 2))})
+    for parts in ([free, ruled], [ruled, free]):
+        with pytest.raises(TypeError, match=f"Batch.cat: {ROUTES} must be .*, got torch.int64"):
+            Batch.cat(parts, widen=True)
+    assert Batch.cat([free, free], widen=True)[ROUTES].dtype == torch.int64
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -378,6 +395,17 @@ def test_equality_means_fields_and_not_metadata():
         batch.equal(3)
     with pytest.raises(TypeError, match="unhashable"):
         hash(batch)
+
+
+def test_listed_arrays_are_compared_by_value_and_dtype():
+    def made(last, dtype=np.int64):
+        return Batch({"x": [np.arange(3), [np.array([1, last], dtype=dtype)], {"y": np.array(2)}]})
+
+    assert made(5) == made(5)
+    assert made(5) != made(6)
+    assert made(5) != made(5, np.int32)
+    assert made(5) != Batch({"x": [np.arange(3), [np.array([1, 5])], None]})
+    assert Batch({"x": [np.arange(3)]}) != Batch({"x": [3]})
 
 
 def test_the_representation_reads_no_value():

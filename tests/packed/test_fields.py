@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from packhorse.packed.batch import Batch
 from packhorse.packed.fields import (
     DUMMY_ROUTE,
     PACKED_FIELDS,
@@ -112,6 +113,22 @@ def test_a_registry_with_a_field_more_leaves_the_old_one_as_it_was():
     assert PACKED_FIELDS.merge(PACKED_FIELDS) is PACKED_FIELDS
     assert pickle.loads(pickle.dumps(fields)) == fields
     assert repr(fields) == f"FieldRegistry({ROUTES}, {SUPPORT}, rollout_entropy)"
+
+
+def test_rules_that_say_the_same_are_equal_a_fill_of_nan_too():
+    def rule(fill):
+        return PackedField("rollout_values", "token", (torch.float32,), (), fill=fill)
+
+    one, other = rule(float("nan")), pickle.loads(pickle.dumps(rule(float("nan"))))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != rule(0.0)
+    assert one != "rollout_values"
+    fields = PACKED_FIELDS.with_field(one)
+    assert fields.merge(PACKED_FIELDS.with_field(other)) == fields
+    values = PackedTensor.from_lengths(torch.rand(3), [1, 2])
+    batch = Batch({"rollout_values": values}, registry=fields)
+    assert len(Batch.cat([batch, pickle.loads(pickle.dumps(batch, protocol=5))])) == 4
 
 
 def test_a_fixed_row_shape_is_held_to():
