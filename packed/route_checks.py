@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from packhorse.packed.host import host_ints
+from packhorse.packed.host import INT32_MAX, host_ints
 from packhorse.packed.host_arrays import rows_between
 from packhorse.packed.pool import run_tasks
 from packhorse.packed.sentinels import MISSING_EXPERT
@@ -253,7 +253,9 @@ def _find_fault(where: str, ids: np.ndarray, num_experts: int, experts_at: np.nd
         where = f"{where}, row {row}, layer {layer}"
         expert = ids[row, layer, k]
         if expert >= num_experts:
-            raise ValueError(f"{where}: expert {expert} is not below num_experts={num_experts}")
+            known = num_experts <= INT32_MAX
+            limit = f"not below num_experts={num_experts}" if known else "past int32"
+            raise ValueError(f"{where}: expert {expert} is {limit}")
         if expert != MISSING_EXPERT:
             raise ValueError(f"{where}: expert {expert} is negative")
         if (ids[row, layer] == MISSING_EXPERT).all():
