@@ -270,6 +270,9 @@ class FieldRegistry(Mapping[str, PackedField]):
     def __len__(self) -> int:
         return len(self._fields)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FieldRegistry, (tuple(self._fields.values()),)
+
     def __repr__(self) -> str:
         return f"FieldRegistry({', '.join(self._fields)})"
 

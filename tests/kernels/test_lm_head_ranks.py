@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from packhorse.kernels.lm_head import lm_head_support_logprobs
+from tests.conftest import INTERPRET  # the processes then run the Triton kernels too
 
 NUM_RANKS = 2
-NUM_TOKENS, HIDDEN_SIZE, VOCAB, WIDTH = 40, 64, 30, 6
+NUM_TOKENS, HIDDEN_SIZE, VOCAB, WIDTH = 12 if INTERPRET else 40, 64, 30, 6
 NUM_IDS = VOCAB - 3  # the last rows are pads
 #: by name: options of a call; "whole" ones name what each rank takes its rows of
 CASES: dict[str, dict] = {

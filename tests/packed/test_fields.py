@@ -111,7 +111,8 @@ def test_a_registry_with_a_field_more_leaves_the_old_one_as_it_was():
     assert fields.merge(PACKED_FIELDS) == fields
     assert PACKED_FIELDS.merge(fields) == fields
     assert PACKED_FIELDS.merge(PACKED_FIELDS) is PACKED_FIELDS
-    assert pickle.loads(pickle.dumps(fields)) == fields
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        assert pickle.loads(pickle.dumps(fields, protocol=protocol)) == fields
     assert repr(fields) == f"FieldRegistry({ROUTES}, {SUPPORT}, rollout_entropy)"
 
 
