@@ -46,7 +46,6 @@ SAMPLED_OUTSIDE: Final = 3
 SAMPLED_IMPOSSIBLE: Final = 4
 
 _INF: Final = float("inf")
-_INT32_MIN: Final = -(2**31)
 #: Ids of a row that one program sorts; wider rows are sorted by torch.
 _MAX_SORTED: Final = 4096
 

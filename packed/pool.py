@@ -73,7 +73,12 @@ def run_tasks(task: Callable[[int], None], num_tasks: int, num_threads: int) -> 
                 helper.join()
         raise
     if errors:
-        raise errors[min(errors)]
+        first = errors[min(errors)]
+        errors.clear()  # whose tracebacks hold what the tasks did, and this frame
+        try:
+            raise first
+        finally:
+            del first
 
 
 def count_threads(num_threads: int | None, where: str) -> int:

@@ -265,6 +265,38 @@ def test_strided_inputs_and_empty_ones(device):
     assert not inputs[1].grad.any()
 
 
+@pytest.mark.parametrize("hidden_size", [1, 13, 33])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_odd_sizes_at_odd_addresses(hidden_size, dtype, device):
+    """Rows that no access of 16 bytes divides, and wider strides than rows."""
+    states, weight, ids, sampled = draw(7, hidden_size, 11, 5, dtype=dtype, device=device, seed=8)
+    grads = [torch.ones(7, device=device), torch.ones(7, device=device)]
+    logprobs, _, _, expected = in_float64(states, weight, ids, sampled, grads)
+    inputs = []
+    for tensor, before, after in ((states, 1, 2), (weight, 3, 4)):
+        wide = torch.full((tensor.shape[0], before + hidden_size + after), float("nan"))
+        wide = wide.to(device, dtype)
+        wide[:, before : before + hidden_size] = tensor
+        inputs.append(wide[:, before : before + hidden_size].requires_grad_())
+    around = torch.ones(11, hidden_size + 7, device=device)
+    main_grad = around[:, 2 : hidden_size + 2]
+    for options in ({}, {"main_grad": main_grad}):
+        for leaf in inputs:
+            leaf.grad = None
+        scores = lm_head_support_logprobs(*inputs, ids, sampled, **options)
+        torch.testing.assert_close(scores.logprobs.double(), logprobs, rtol=1e-5, atol=2e-5)
+        (scores.logprobs + scores.entropy).sum().backward()
+        unit = torch.finfo(dtype).eps
+        bound = {"rtol": 2 * unit, "atol": max(unit, 1e-5) * float(expected[0].abs().max())}
+        torch.testing.assert_close(inputs[0].grad.double(), expected[0], **bound)
+        if not options:
+            bound["atol"] = max(unit, 1e-5) * float(expected[1].abs().max())
+            torch.testing.assert_close(inputs[1].grad.double(), expected[1], **bound)
+    torch.testing.assert_close(main_grad.double() - 1, expected[1], rtol=1e-4, atol=1e-4)
+    main_grad.fill_(1)
+    assert (around == 1).all()  # nothing beside it was written
+
+
 @pytest.mark.skipif(INTERPRET, reason="float64 runs the reference")
 def test_gradcheck(device):
     states, weight, ids, sampled = draw(6, 5, 9, 4, dtype=F64, device=device)

@@ -1,10 +1,13 @@
 """The pool of threads: every task once, the first error, no thread left; CPUs from real files."""
 
+import contextlib
+import gc
 import os
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +95,26 @@ def test_an_interrupt_ends_the_call(num_threads):
         run_tasks(task, 1000, num_threads)
     assert len(ran) < 20
     assert pool_threads() == []
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_an_error_keeps_nothing_alive_once_it_is_handled(num_threads):
+    def fail():
+        data = np.zeros(3)
+
+        def task(number):
+            if number == 1:
+                raise ValueError(f"of {data.size}")
+
+        with contextlib.suppress(ValueError):
+            run_tasks(task, 4, num_threads)
+        return weakref.ref(data)
+
+    gc.disable()
+    try:
+        assert fail()() is None
+    finally:
+        gc.enable()
 
 
 def test_an_interrupt_while_threads_start_leaves_none(monkeypatch):
