@@ -4,6 +4,7 @@ import gc
 import re
 import tracemalloc
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,7 @@ def read_in_pieces(frame: bytes) -> list:
 @pytest.mark.parametrize(
     ("call", "given", "most"),
     [
-        (encode_json, BODY, 1.4),
+        (encode_json, BODY, 1.4 if find_spec("pybase64") else 1.42),  # binascii makes its own text
         (decode_json, encode_json(BODY), 1.05),
         (encode_frame, FIELDS, 1.05),
         (frame_parts, FIELDS, 0.05),
