@@ -23,10 +23,11 @@ def pool_threads() -> list[str]:
 
 
 def run_program(program: str, timeout: int = 100) -> str:
+    # Python 3.12 warns of every fork beside threads
+    command = [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", program]
     done = subprocess.run(
-        # Python 3.12 warns of every fork beside threads
-        [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=timeout, check=False,
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=timeout, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
