@@ -38,7 +38,6 @@ from packhorse.packed.pool import count_threads, run_tasks
 from packhorse.packed.route_checks import (
     check_all_routes,
     check_id_range,
-    check_routes,
     expert_layers,
 )
 from packhorse.packed.sentinels import NO_CANDIDATE
@@ -46,8 +45,6 @@ from packhorse.packed.support_checks import (
     SUPPORT_FIELD,
     SupportRows,
     checked_support,
-    csr_rows,
-    listed_rows,
 )
 from packhorse.packed.tensor import PackedTensor
 
@@ -352,9 +349,3 @@ def check_logprobs(
             raise ValueError(f"{where}, token {token}: {value} is {problem}")
         checked.append(array)
     return checked
-
-
-# names that other modules still import
-_check_routes, _moe_layers, _positive = check_routes, expert_layers, positive
-_csr_rows, _listed_rows = csr_rows, listed_rows
-_float_array, _integer_array = float_array, integer_array

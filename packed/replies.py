@@ -16,16 +16,11 @@ import numpy as np
 from torch import Tensor
 
 from packhorse._nvtx import ranged
-from packhorse.packed.collate import (
-    SupportRows,
-    _csr_rows,
-    _float_array,
-    _integer_array,
-    _listed_rows,
-    routes_dtype,
-)
+from packhorse.packed.collate import SupportRows, routes_dtype
 from packhorse.packed.host import as_int64, check_total, host_count, host_ints, tensor_array
+from packhorse.packed.host_arrays import float_array, integer_array
 from packhorse.packed.sentinels import NO_CANDIDATE
+from packhorse.packed.support_checks import csr_rows, listed_rows
 
 #: What a missing or non-finite logprob becomes, as in vLLM's HTTP replies.
 LOGPROB_FLOOR: Final = -9999.0
@@ -76,7 +71,7 @@ def read_loss_mask(where: str, given: Any, num_tokens: int) -> np.ndarray:
 
 def read_logprobs(where: str, given: Any, num_tokens: int) -> np.ndarray:
     """[num_tokens] float32; what is missing (None, not finite) becomes the floor."""
-    array = _float_array(given, where)
+    array = float_array(given, where)
     if array.shape != (num_tokens,):
         raise ValueError(f"{where} has shape {array.shape}, expected [{num_tokens}]")
     with np.errstate(invalid="ignore"):
@@ -106,7 +101,7 @@ def read_routes(
     A reply has the rows [start, evaluated), or all before ``evaluated`` from a server that ignores
     ``start``.
     """
-    ids = _integer_array(given, where)
+    ids = integer_array(given, where)
     if ids.ndim != 3 or ids.shape[1:] != row_shape:
         raise ValueError(f"{where} must be [rows, {row_shape[0]}, {row_shape[1]}], got {ids.shape}")
     first = host_count(start, f"{where}: routes_start")
@@ -180,10 +175,10 @@ def read_support(where: str, given: Any, sampled: np.ndarray, vocab_size: int) -
 def _rows_of(where: str, given: Any) -> tuple[np.ndarray, np.ndarray]:
     """(ids [total] int64, counts [rows] int64) of any form that ``pack_support`` takes."""
     if isinstance(given, SupportRows):
-        return _csr_rows(where, given)
+        return csr_rows(where, given)
     if not isinstance(given, np.ndarray | Tensor):
-        return _listed_rows(where, given)
-    array = _integer_array(given, where)
+        return listed_rows(where, given)
+    array = integer_array(given, where)
     if array.ndim != 2:
         raise ValueError(f"{where} must be [sampled tokens, C], got shape {array.shape}")
     return as_int64(array, where).reshape(-1), np.full(array.shape[0], array.shape[1])
@@ -210,8 +205,8 @@ def finite_candidates(
         ValueError: the shapes are not [R, C] alike.
     """
     name = "finite_candidates"
-    ids = _integer_array(candidate_ids, f"{name}: candidate_ids")
-    logprobs = _float_array(candidate_logprobs, f"{name}: candidate_logprobs")
+    ids = integer_array(candidate_ids, f"{name}: candidate_ids")
+    logprobs = float_array(candidate_logprobs, f"{name}: candidate_logprobs")
     if ids.ndim != 2 or ids.shape != logprobs.shape:
         raise ValueError(
             f"{name}: candidate_ids and candidate_logprobs must be [R, C] alike, got {ids.shape}"

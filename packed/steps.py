@@ -23,9 +23,9 @@ from packhorse.packed.collate import (
     ROUTES_FIELD,
     SUPPORT_FIELD,
     SupportRows,
-    _integer_array,
 )
 from packhorse.packed.host import host_ints
+from packhorse.packed.host_arrays import integer_array
 from packhorse.packed.merge import Output, count_items, is_listed, select_items
 from packhorse.packed.ragged import PackedRagged
 from packhorse.packed.sentinels import NO_CANDIDATE
@@ -376,7 +376,7 @@ def _merged_routes(where: str, value: Any, steps: _Steps) -> Any:
     for step, item in enumerate(items):
         if item is None:
             continue
-        ids = _integer_array(item, f"{where} of step {step}")
+        ids = integer_array(item, f"{where} of step {step}")
         if ids.ndim != 3:
             raise ValueError(f"{where} of step {step} must be [rows, L, K], got {ids.shape}")
         length = steps.prompt_lengths[step] + steps.response_lengths[step]

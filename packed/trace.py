@@ -31,11 +31,9 @@ from packhorse.packed.collate import (
     ROUTES_FIELD,
     SUPPORT_FIELD,
     SupportRows,
-    _check_routes,
-    _moe_layers,
-    _positive,
 )
 from packhorse.packed.host import INT32_MAX, check_total, host_count
+from packhorse.packed.host_arrays import positive
 from packhorse.packed.replies import (
     LOGPROB_FLOOR,
     SupportReply,
@@ -47,6 +45,7 @@ from packhorse.packed.replies import (
     read_support,
     read_token_ids,
 )
+from packhorse.packed.route_checks import check_routes, expert_layers
 from packhorse.packed.trajectory import RowSpan, TokenKind, Trajectory
 
 #: one row a response token
@@ -132,7 +131,7 @@ class Trace:
         self._label = "" if trajectory is None else f"trajectory {trajectory}"
         self._turn = 0
         if vocab_size is not None:
-            vocab_size = _positive(vocab_size, f"{name}: vocab_size")
+            vocab_size = positive(vocab_size, f"{name}: vocab_size")
             check_total(name, vocab_size, "token ids")
         ids = read_token_ids(self._where(name, "prompt_ids", turn=False), prompt_ids, vocab_size)
         if ids.size == 0:
@@ -142,7 +141,7 @@ class Trace:
             )
         self._row_shape, self._experts_at = _route_sizes(name, num_layers, topk, moe_layers)
         if num_experts is not None:
-            num_experts = _positive(num_experts, f"{name}: num_experts")
+            num_experts = positive(num_experts, f"{name}: num_experts")
             if self._row_shape is None or self._row_shape[1] > num_experts:
                 raise ValueError(f"{name}: num_experts={num_experts} with topk={topk}")
         self._num_experts = num_experts
@@ -478,7 +477,7 @@ class Trace:
         experts = INT32_MAX + 1 if self._num_experts is None else self._num_experts
         if self.num_rows:
             where += f", counted from row {self.num_rows}"
-        _check_routes(where, ids, experts, self._experts_at)
+        check_routes(where, ids, experts, self._experts_at)
         return narrow_routes(where, ids, self._num_experts)
 
     def _add(
@@ -533,7 +532,7 @@ def _route_sizes(
         return None, np.empty(0, dtype=np.bool_)
     if num_layers is None or topk is None:
         raise ValueError(f"{name}: num_layers={num_layers} and topk={topk}; give both or none")
-    layers, experts = _positive(num_layers, f"{name}: num_layers"), _positive(topk, f"{name}: topk")
+    layers, experts = positive(num_layers, f"{name}: num_layers"), positive(topk, f"{name}: topk")
     check_total(name, layers, "layers")
     check_total(name, experts, "experts a token")
-    return (layers, experts), _moe_layers(name, moe_layers, layers)
+    return (layers, experts), expert_layers(name, moe_layers, layers)
