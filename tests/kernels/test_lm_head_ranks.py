@@ -4,8 +4,6 @@ Oracle: one rank with the whole weight. The tests run this file twice as a progr
 scores with its shard alone and leaves what it got for the tests to compare.
 """
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import torch
 
 from packhorse.kernels.lm_head import lm_head_support_logprobs
 from tests.conftest import INTERPRET  # the processes then run the Triton kernels too
+from tests.ranks import results_of_ranks
 
 NUM_RANKS = 2
 NUM_TOKENS, HIDDEN_SIZE, VOCAB, WIDTH = 12 if INTERPRET else 40, 64, 30, 6
@@ -94,25 +93,7 @@ def shard_of(rank: int, case: dict) -> slice:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> list[dict]:
     """Scores and gradients of each rank, by case."""
-    folder = tmp_path_factory.mktemp("lm_head")
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(folder)],
-            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(NUM_RANKS)
-    ]
-    try:
-        errors = [process.communicate(timeout=120)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(errors)
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(NUM_RANKS)]
+    return results_of_ranks(__file__, NUM_RANKS, tmp_path_factory.mktemp("lm_head"))
 
 
 @pytest.mark.parametrize("name", CASES)

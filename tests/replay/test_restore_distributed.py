@@ -4,8 +4,6 @@ Oracle: ``tests/oracle.py``. The tests run this file twice as a program; each pr
 every case with its own values alone and leaves what it got for the tests to compare.
 """
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import torch
 
 from packhorse.replay.layout import TokenLayout
 from tests.oracle import OracleLayout
+from tests.ranks import results_of_ranks
 
 CP_SIZE = 2
 LAYOUTS = {
@@ -71,25 +70,7 @@ def run_rank(cp_rank: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> list[dict]:
     """(restored, gradient) of each rank, for every layout and dtype."""
-    folder = tmp_path_factory.mktemp("restore")
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(cp_rank), str(folder)],
-            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for cp_rank in range(CP_SIZE)
-    ]
-    try:
-        errors = [process.communicate(timeout=120)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(errors)
-    return [torch.load(folder / f"rank{cp_rank}.pt") for cp_rank in range(CP_SIZE)]
+    return results_of_ranks(__file__, CP_SIZE, tmp_path_factory.mktemp("restore"))
 
 
 @pytest.mark.parametrize("dtype", TRAILING)
