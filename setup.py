@@ -9,6 +9,6 @@ setup(
     packages=find_namespace_packages(include=["packhorse", "packhorse.*"]),
     package_data={
         "packhorse": ["py.typed"],
-        "packhorse.replay": ["data/*.npz", "data/tiny_moe/*"],
+        "packhorse.replay": ["data/*.npz", "data/tiny_moe/*", "data/tiny_glm4_moe/*"],
     },
 )

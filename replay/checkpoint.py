@@ -1,23 +1,24 @@
 """Read a Hugging Face checkpoint folder: config.json, and weights one tensor at a time.
 
-Nothing here imports Megatron or transformers. A folder is one model of the ``qwen3_moe`` family;
+Nothing here imports Megatron or transformers. A folder is one model of a family of ``MODEL_TYPES``;
 each setting that the trainer's model would not reproduce is refused by its name in config.json,
 since a setting that is ignored shows only as a wrong logprob.
 
-Source: transformers ``Qwen3MoeConfig``. transformers 5 writes ``num_local_experts`` and
-``rope_parameters``; older versions wrote ``num_experts``, ``rope_theta`` and ``rope_scaling``.
+Source: transformers ``Qwen3MoeConfig`` and ``Glm4MoeConfig``. transformers 5 writes
+``num_local_experts`` and ``rope_parameters``; older versions wrote ``num_experts``, ``rope_theta``
+and ``rope_scaling``.
 """
 
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
-MODEL_TYPES = ("qwen3_moe",)
+MODEL_TYPES = ("qwen3_moe", "glm4_moe")
 
 #: No size in a config.json is this large; the number of layers has a bound of its own.
 _TOO_LARGE = 2**31
@@ -47,6 +48,15 @@ class MoeConfig:
     vocab_size: int
     max_positions: int
     moe_layers: tuple[int, ...]
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    correction_bias: bool = False  # added to the scores that experts are chosen by
+    num_groups: int = 1  # of the experts; a token uses those of ``group_topk``
+    group_topk: int = 1
+    scaling_factor: float = 1.0  # of the routed experts' weights
+    shared_intermediate_size: int = 0  # of the expert that every token uses; 0: none
+    rotary_percent: float = 1.0  # of a head's dimensions
+    qk_norm: bool = True
+    qkv_bias: bool = False
 
 
 def read_config(directory: str | Path) -> MoeConfig:
@@ -66,7 +76,9 @@ def read_config(directory: str | Path) -> MoeConfig:
             f" known: {', '.join(MODEL_TYPES)}"
         )
     setting = _Settings(path, raw)
+    rope = _rope(setting)
     _refuse_unsupported(setting)
+    family, experts = _FAMILIES[model_type]
 
     num_layers = setting.count("num_hidden_layers")
     if num_layers >= _MAX_LAYERS:
@@ -75,12 +87,11 @@ def read_config(directory: str | Path) -> MoeConfig:
         )
     hidden_size = setting.count("hidden_size")
     num_heads = setting.count("num_attention_heads")
-    rope = raw.get("rope_parameters") or {}
     theta = rope.get("rope_theta", raw.get("rope_theta"))
     if theta is None:
         raise ValueError(f"read_config: {path}: rope_theta is missing")
     topk = setting.count("num_experts_per_tok")
-    num_experts = setting.count("num_experts", "num_local_experts")
+    num_experts = setting.count(*experts)
     if topk > num_experts:
         raise ValueError(
             f"read_config: {path}: num_experts_per_tok={topk} of {num_experts} experts"
@@ -90,7 +101,7 @@ def read_config(directory: str | Path) -> MoeConfig:
         raise ValueError(
             f"read_config: {path}: {num_heads} attention heads for {num_kv_heads} key-value heads"
         )
-    return MoeConfig(
+    config = MoeConfig(
         model_type=model_type,
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -106,8 +117,12 @@ def read_config(directory: str | Path) -> MoeConfig:
         rope_theta=setting.positive("rope_theta", theta),
         vocab_size=setting.count("vocab_size"),
         max_positions=setting.count("max_position_embeddings", default=32768),
-        moe_layers=_moe_layers(setting, num_layers),
+        moe_layers=(),
     )
+    config = family(setting, rope, config)
+    if not config.moe_layers:
+        raise ValueError(f"read_config: {path}: no layer has experts")
+    return config
 
 
 class Checkpoint:
@@ -197,13 +212,13 @@ class _Settings:
     def __init__(self, path: Path, raw: dict[str, Any]):
         self.path, self.raw = path, raw
 
-    def count(self, *names: str, default: int | None = None) -> int:
-        """The first of ``names`` that is set: an integer of at least 1."""
+    def count(self, *names: str, default: int | None = None, least: int = 1) -> int:
+        """The first of ``names`` that is set: an integer of at least ``least``."""
         for name in names:
             value = self.raw.get(name)
             if value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"read_config: {self.path}: {name}={shown(value)} is not a count")
             if value >= _TOO_LARGE:
                 raise ValueError(f"read_config: {self.path}: {name}={shown(value)} is too large")
@@ -248,13 +263,17 @@ def shown(value: Any, form: Callable[[Any], str] = repr) -> str:
 
 
 def _refuse_unsupported(setting: _Settings) -> None:
+    """What no family's model here has."""
     setting.refuse_unless("hidden_act", "silu")
-    setting.refuse_unless("attention_bias", False, None)
     setting.refuse_unless("tie_word_embeddings", False, None)
     setting.refuse_unless("use_sliding_window", False, None)
     if setting.raw.get("use_sliding_window") is None:
         setting.refuse_unless("sliding_window", None)
     setting.refuse_unless("quantization_config", None)
+
+
+def _rope(setting: _Settings) -> dict[str, Any]:
+    """The rotary settings, of the kind without scaling; {} where they stand outside."""
     rope = setting.raw.get("rope_parameters") or setting.raw.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise ValueError(
@@ -265,28 +284,97 @@ def _refuse_unsupported(setting: _Settings) -> None:
         raise ValueError(
             f"read_config: {setting.path}: rope_type={shown(rope_type)} is not supported"
         )
-    partial = rope.get("partial_rotary_factor", setting.raw.get("partial_rotary_factor", 1.0))
+    return rope
+
+
+def _partial_rotary(setting: _Settings, rope: dict[str, Any], default: float) -> Any:
+    return rope.get("partial_rotary_factor", setting.raw.get("partial_rotary_factor", default))
+
+
+# --- families -------------------------------------------------------------------------------------
+
+
+def _qwen3_moe(setting: _Settings, rope: dict[str, Any], config: MoeConfig) -> MoeConfig:
+    setting.refuse_unless("attention_bias", False, None)
+    partial = _partial_rotary(setting, rope, 1.0)
     if partial != 1.0:
         raise ValueError(
             f"read_config: {setting.path}: partial_rotary_factor={shown(partial)} is not supported"
         )
-
-
-def _moe_layers(setting: _Settings, num_layers: int) -> tuple[int, ...]:
-    """The rule of transformers' ``Qwen3MoeDecoderLayer``."""
+    # the rule of transformers' Qwen3MoeDecoderLayer
     dense = setting.raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise ValueError(
             f"read_config: {setting.path}: mlp_only_layers={shown(dense)} is not a list of layers"
         )
-    dense = set(dense)
     step = setting.count("decoder_sparse_step", default=1)
-    layers = tuple(
-        layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0
+    layers = [
+        layer
+        for layer in range(config.num_layers)
+        if layer not in set(dense) and (layer + 1) % step == 0
+    ]
+    return replace(config, moe_layers=tuple(layers))
+
+
+def _glm4_moe(setting: _Settings, rope: dict[str, Any], config: MoeConfig) -> MoeConfig:
+    for name in ("num_nextn_predict_layers", "num_mtp_layers"):
+        setting.refuse_unless(name, 0, None)
+    if config.renormalise != (config.topk > 1):  # Megatron's rule for sigmoid scores
+        raise ValueError(
+            f"read_config: {setting.path}: norm_topk_prob={config.renormalise} with"
+            f" num_experts_per_tok={config.topk} is not supported"
+        )
+    percent = setting.positive("partial_rotary_factor", _partial_rotary(setting, rope, 0.5))
+    if percent > 1 or int(config.head_dim * percent) % 2 or int(config.head_dim * percent) < 2:
+        raise ValueError(
+            f"read_config: {setting.path}: partial_rotary_factor={shown(percent)} of"
+            f" head_dim={config.head_dim} is not supported"
+        )
+    num_groups = setting.count("n_group", default=1)
+    group_topk = setting.count("topk_group", default=1)
+    _check_groups(setting, config, num_groups, group_topk)
+    first = setting.count("first_k_dense_replace", default=1, least=0)
+    shared = setting.count("n_shared_experts", default=1) * config.moe_intermediate_size
+    return replace(
+        config,
+        moe_layers=tuple(range(first, config.num_layers)),
+        score_function="sigmoid",
+        correction_bias=True,
+        num_groups=num_groups,
+        group_topk=group_topk,
+        scaling_factor=setting.positive(
+            "routed_scaling_factor", setting.raw.get("routed_scaling_factor", 1.0)
+        ),
+        shared_intermediate_size=shared,
+        rotary_percent=percent,
+        qk_norm=setting.flag("use_qk_norm"),
+        qkv_bias=setting.flag("attention_bias"),
     )
-    if not layers:
-        raise ValueError(f"read_config: {setting.path}: no layer has experts")
-    return layers
+
+
+#: model type -> how its own settings are read, the names of its number of experts
+_FAMILIES = {
+    "qwen3_moe": (_qwen3_moe, ("num_experts", "num_local_experts")),
+    "glm4_moe": (_glm4_moe, ("n_routed_experts", "num_local_experts")),
+}
+
+
+def _check_groups(setting: _Settings, config: MoeConfig, num_groups: int, group_topk: int) -> None:
+    """Megatron ranks groups by the sum of their topk / topk_group best scores, the checkpoint's
+    model by that of their best two."""
+    fits = (
+        config.num_experts % num_groups == 0
+        and group_topk <= num_groups
+        and config.topk <= group_topk * (config.num_experts // num_groups)
+    )
+    alike = group_topk == num_groups or (
+        config.topk // group_topk == 2 <= config.num_experts // num_groups
+    )
+    if not fits or not alike:
+        raise ValueError(
+            f"read_config: {setting.path}: n_group={num_groups}, topk_group={group_topk} of"
+            f" {config.num_experts} experts, {config.topk} a token, is not supported"
+        )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from packhorse.replay.checkpoint import MoeConfig
+from packhorse.replay.megatron import expert_biases, restore_router_buffers
 
 
 @dataclass(frozen=True)
@@ -126,13 +127,14 @@ def build_chunks(
             post_process=stage == sizes.pp - 1 and i == sizes.vpp - 1,
             position_embedding_type="rope",
             rotary_base=config.rope_theta,
-            rotary_percent=1.0,
+            rotary_percent=config.rotary_percent,
             share_embeddings_and_output_weights=False,
             **virtual,
         )
         chunk.model_type = ModelType.encoder_or_decoder
         first = next(whole.parameters())
         chunks.append(chunk.to(first.device, first.dtype))
+        restore_router_buffers(chunk)
     _fill(chunks, whole, config, sizes)
     return chunks
 
@@ -164,11 +166,14 @@ def _fill(chunks: list[Any], whole: Any, config: MoeConfig, sizes: Sizes) -> Non
     ep_rank = parallel_state.get_expert_model_parallel_rank()
     experts_before = ep_rank * config.num_experts // sizes.ep
     weights = dict(whole.named_parameters())
+    biases = dict(expert_biases(whole))
     with torch.no_grad():
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
                 given = weights[whole_name(chunk, name, experts_before)]
                 parameter.copy_(tensor_slice(given, parameter.shape, name, sizes.tp, tp_rank))
+            for name, bias in expert_biases(chunk):
+                bias.copy_(biases[whole_name(chunk, name, experts_before)])
 
 
 def tensor_slice(whole: Tensor, shape: torch.Size, name: str, size: int, rank: int) -> Tensor:

@@ -136,6 +136,7 @@ def _build_model(config: MoeConfig, dtype: torch.dtype, recompute: str, core_att
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    limited = config.group_topk < config.num_groups
     transformer_config = TransformerConfig(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -145,18 +146,26 @@ def _build_model(config: MoeConfig, dtype: torch.dtype, recompute: str, core_att
         kv_channels=config.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=config.rms_norm_eps,
-        qk_layernorm=True,
+        qk_layernorm=config.qk_norm,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        add_qkv_bias=False,
+        add_qkv_bias=config.qkv_bias,
         num_moe_experts=config.num_experts,
         moe_ffn_hidden_size=config.moe_intermediate_size,
         moe_layer_freq=[int(layer in config.moe_layers) for layer in range(config.num_layers)],
         moe_router_topk=config.topk,
-        moe_router_score_function="softmax",
-        # softmax over the chosen logits is softmax over all, renormalised
-        moe_router_pre_softmax=not config.renormalise,
+        moe_router_score_function=config.score_function,
+        # softmax over the chosen logits is softmax over all, renormalised; the weights of sigmoid
+        # scores are renormalised always
+        moe_router_pre_softmax=config.score_function == "softmax" and not config.renormalise,
+        moe_router_enable_expert_bias=config.correction_bias,
+        moe_router_num_groups=config.num_groups if limited else None,
+        moe_router_group_topk=config.group_topk if limited else None,
+        moe_router_topk_scaling_factor=(
+            config.scaling_factor if config.scaling_factor != 1 else None
+        ),
+        moe_shared_expert_intermediate_size=config.shared_intermediate_size or None,
         moe_router_load_balancing_type="none",
         moe_router_dtype="fp32",
         moe_token_dispatcher_type="alltoall",
@@ -187,12 +196,25 @@ def _build_model(config: MoeConfig, dtype: torch.dtype, recompute: str, core_att
         max_sequence_length=config.max_positions,
         position_embedding_type="rope",
         rotary_base=config.rope_theta,
-        rotary_percent=1.0,
+        rotary_percent=config.rotary_percent,
         share_embeddings_and_output_weights=False,
     )
     model.model_type = ModelType.encoder_or_decoder
     # norms and routers are made on the CPU in float32; Megatron's training loop moves and casts too
-    return model.to("cuda" if torch.cuda.is_available() else "cpu", dtype)
+    model.to("cuda" if torch.cuda.is_available() else "cpu", dtype)
+    restore_router_buffers(model)
+    return model
+
+
+def restore_router_buffers(model: Any) -> None:
+    """Make the routers' buffers (expert biases, counts) float32 again after a cast of the model.
+
+    A bias that was rounded chooses other experts, and counts stop at 256 in bfloat16. Megatron
+    does it for the bias at the router's first call, when its bits are lost.
+    """
+    for name, buffer in model.named_buffers():
+        if ".router." in name:
+            buffer.data = buffer.data.float()
 
 
 # --- weights --------------------------------------------------------------------------------------
@@ -210,12 +232,19 @@ def _check_sizes(config: MoeConfig, checkpoint: Checkpoint) -> None:
          [config.num_heads * config.head_dim, config.hidden_size]),
         ("num_key_value_heads, head_dim, hidden_size", f"{layer}self_attn.k_proj.weight",
          [config.num_kv_heads * config.head_dim, config.hidden_size]),
-        ("head_dim", f"{layer}self_attn.q_norm.weight", [config.head_dim]),
         ("num_experts, hidden_size", f"{layer}mlp.gate.weight",
          [config.num_experts, config.hidden_size]),
         ("moe_intermediate_size, hidden_size", f"{expert}gate_proj.weight",
          [config.moe_intermediate_size, config.hidden_size]),
     ]  # fmt: skip
+    if config.qk_norm:
+        checks.append(("head_dim", f"{layer}self_attn.q_norm.weight", [config.head_dim]))
+    if config.shared_intermediate_size:
+        checks.append((
+            "n_shared_experts, moe_intermediate_size, hidden_size",
+            f"{layer}mlp.shared_experts.gate_proj.weight",
+            [config.shared_intermediate_size, config.hidden_size],
+        ))  # fmt: skip
     dense = sorted(set(range(config.num_layers)) - set(config.moe_layers))
     if dense:
         checks.append((
@@ -246,12 +275,27 @@ def _fill(model: Any, config: MoeConfig, checkpoint: Checkpoint) -> None:
                     f" {list(weight.shape)}"
                 )
             parameter.copy_(weight)
+        for name, buffer in expert_biases(model):
+            weight = read(f"model.layers.{name.split('.')[2]}.mlp.gate.e_score_correction_bias")
+            if weight.shape != buffer.shape:
+                raise ValueError(
+                    f"load_hf_model: {name} is {list(buffer.shape)}, the checkpoint's weight"
+                    f" {list(weight.shape)}"
+                )
+            buffer.copy_(weight)
     left_over = sorted(checkpoint.names - used)
     if left_over:
         raise ValueError(
             f"load_hf_model: {len(left_over)} weights of the checkpoint have no place in the"
             f" model: {', '.join(left_over[:3])}{' ...' if len(left_over) > 3 else ''}"
         )
+
+
+def expert_biases(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Name and buffer, [E] float32, of each router that chooses by a biased score."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("router.expert_bias"):
+            yield name, buffer
 
 
 _OUTER = {
@@ -281,8 +325,9 @@ def _source(name: str, config: MoeConfig) -> Callable[[_Read], Tensor]:
         prefix = f"model.layers.{layer}."
         if field in _IN_LAYER:
             return lambda read: read(prefix + _IN_LAYER[field])
-        if field == "self_attention.linear_qkv.weight":
-            return lambda read: _grouped_qkv(read, prefix + "self_attn.", config)
+        attention, _, kind = field.partition(".linear_qkv.")
+        if attention == "self_attention" and kind in ("weight", "bias"):
+            return lambda read: _grouped_qkv(read, prefix + "self_attn.", kind, config)
         block, _, linear = field.rpartition(".linear_fc")
         block = block.replace("mlp.experts.local_experts.", "mlp.experts.")
         if linear == "1.weight":
@@ -294,16 +339,20 @@ def _source(name: str, config: MoeConfig) -> Callable[[_Read], Tensor]:
     raise ValueError(f"load_hf_model: the model's parameter {name} has no weight in a checkpoint")
 
 
-def _grouped_qkv(read: _Read, prefix: str, config: MoeConfig) -> Tensor:
-    """[(heads + 2 KV heads) D, H]: for each KV head its query heads, its key, its value."""
+def _grouped_qkv(read: _Read, prefix: str, of: str, config: MoeConfig) -> Tensor:
+    """[(heads + 2 KV heads) D, ...]: for each KV head its query heads, its key, its value.
+
+    Args:
+        of: "weight", [.., H], or "bias", [..].
+    """
     groups = config.num_kv_heads
     parts = []
     for kind in ("q", "k", "v"):
-        weight = read(f"{prefix}{kind}_proj.weight")
+        weight = read(f"{prefix}{kind}_proj.{of}")
         if weight.shape[0] % groups:
             raise ValueError(
-                f"load_hf_model: {prefix}{kind}_proj.weight has {weight.shape[0]} rows for"
+                f"load_hf_model: {prefix}{kind}_proj.{of} has {weight.shape[0]} rows for"
                 f" {groups} key-value heads"
             )
-        parts.append(weight.view(groups, -1, weight.shape[1]))
+        parts.append(weight.unflatten(0, (groups, -1)))
     return torch.cat(parts, 1).flatten(0, 1)

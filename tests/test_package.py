@@ -37,7 +37,7 @@ OPTIONAL = {
     },
     "vllm": {"replay/vllm.py"},
     "ray": {"packed/transport.py"},
-    "safetensors": {"replay/checkpoint.py"},
+    "safetensors": {"replay/checkpoint.py", "replay/tiny_moe.py"},
     "matplotlib": {"replay/demo_plot.py"},
     "tensordict": {"packed/batch_tensordict.py"},
     "nvtx": {"packhorse/_nvtx.py"},

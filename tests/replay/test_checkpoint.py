@@ -8,14 +8,16 @@ import pytest
 import packhorse.replay
 from packhorse.replay.checkpoint import Checkpoint, read_config
 
-MODEL = Path(next(iter(packhorse.replay.__path__))) / "data" / "tiny_moe"
+DATA = Path(next(iter(packhorse.replay.__path__))) / "data"
+MODEL = DATA / "tiny_moe"
 CONFIG = json.loads((MODEL / "config.json").read_text())
+GLM4_CONFIG = json.loads((DATA / "tiny_glm4_moe" / "config.json").read_text())
 
 
 @pytest.fixture
 def read(tmp_path):
-    def read(**changes):
-        config = {name: value for name, value in (CONFIG | changes).items() if value is not ...}
+    def read(_of=CONFIG, **changes):
+        config = {name: value for name, value in (_of | changes).items() if value is not ...}
         (tmp_path / "config.json").write_text(json.dumps(config))
         return read_config(tmp_path)
 
@@ -43,7 +45,10 @@ def test_layers_with_experts_follow_transformers_rule(dense, step, layers, read)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "glm4_moe"}, "model_type 'glm4_moe' cannot be loaded; known: qwen3_moe"),
+        (
+            {"model_type": "deepseek_v3"},
+            "model_type 'deepseek_v3' cannot be loaded; known: qwen3_moe, glm4_moe",
+        ),
         ({"model_type": ...}, "model_type None cannot be loaded"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),
@@ -100,16 +105,97 @@ def test_what_is_not_reproduced_is_refused_by_name(changes, message, read):
     assert len(str(error.value)) < 400
 
 
-def test_any_value_of_any_setting_reads_or_is_one_line(read):
+def test_settings_of_a_glm4_model_are_read(read):
+    config = read(GLM4_CONFIG)
+    assert (config.num_experts, config.topk, config.moe_layers) == (12, 4, (1, 2, 3))
+    assert (config.score_function, config.correction_bias) == ("sigmoid", True)
+    assert (config.num_groups, config.group_topk, config.scaling_factor) == (4, 2, 1.5)
+    assert (config.shared_intermediate_size, config.rotary_percent) == (32, 0.5)
+    assert config.qk_norm
+    assert config.qkv_bias
+    qwen3 = read()
+    assert (qwen3.score_function, qwen3.correction_bias) == ("softmax", False)
+    assert (qwen3.num_groups, qwen3.shared_intermediate_size) == (1, 0)
+    assert (qwen3.qk_norm, qwen3.qkv_bias, qwen3.rotary_percent) == (True, False, 1.0)
+
+
+def test_a_glm4_setting_that_is_not_there_is_transformers_default(read):
+    names = ("partial_rotary_factor", "n_group", "topk_group", "n_shared_experts", "use_qk_norm",
+             "attention_bias", "routed_scaling_factor", "first_k_dense_replace")  # fmt: skip
+    config = read(GLM4_CONFIG, rope_parameters={"rope_theta": 1e4}, **dict.fromkeys(names, ...))
+    assert (config.rotary_percent, config.num_groups, config.group_topk) == (0.5, 1, 1)
+    assert (config.shared_intermediate_size, config.scaling_factor) == (32, 1.0)
+    assert (config.qk_norm, config.qkv_bias, config.moe_layers) == (False, False, (1, 2, 3))
+
+
+@pytest.mark.parametrize(("first", "layers"), [(0, (0, 1, 2, 3)), (3, (3,))])
+def test_the_first_layers_of_a_glm4_model_are_dense(first, layers, read):
+    assert read(GLM4_CONFIG, first_k_dense_replace=first).moe_layers == layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1 is not supported"),
+        ({"num_mtp_layers": 2}, "num_mtp_layers=2 is not supported"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=False with num_experts_per_tok=4 is not"),
+        (
+            {"num_experts_per_tok": 1, "topk_group": 1},
+            "norm_topk_prob=True with num_experts_per_tok=1 is not supported",
+        ),
+        ({"n_group": 5}, "n_group=5, topk_group=2 of 12 experts, 4 a token, is not supported"),
+        ({"topk_group": 5}, "n_group=4, topk_group=5 of 12 experts"),
+        # groups are ranked by the sum of 4 // 1, 4 // 3 and 6 // 2 of their scores, not of two
+        ({"topk_group": 1}, "n_group=4, topk_group=1 of 12 experts, 4 a token"),
+        ({"topk_group": 3}, "n_group=4, topk_group=3 of 12 experts, 4 a token"),
+        ({"num_experts_per_tok": 6}, "topk_group=2 of 12 experts, 6 a token, is not supported"),
+        ({"n_group": 12}, "n_group=12, topk_group=2 of 12 experts"),
+        ({"n_group": 0}, "n_group=0 is not a count"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace=-1 is not a count"),
+        ({"first_k_dense_replace": 4}, "no layer has experts"),
+        ({"n_shared_experts": 0}, "n_shared_experts=0 is not a count"),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor=0 is not a finite number above 0"),
+        ({"attention_bias": 1}, "attention_bias=1 is not a flag"),
+        ({"use_qk_norm": "yes"}, "use_qk_norm='yes' is not a flag"),
+        ({"n_routed_experts": ...}, "n_routed_experts or num_local_experts is missing"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.5}},
+            "partial_rotary_factor=1.5 of head_dim=32 is not supported",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.1}},
+            "partial_rotary_factor=0.1 of head_dim=32 is not supported",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": "half"}},
+            "partial_rotary_factor='half' is not a finite number above 0",
+        ),
+    ],
+)
+def test_what_is_not_reproduced_of_a_glm4_model_is_refused_by_name(changes, message, read):
+    with pytest.raises(ValueError, match="read_config: ") as error:
+        read(GLM4_CONFIG, **changes)
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("topk_group", [1, 4])
+def test_groups_that_limit_nothing_are_read(topk_group, read):
+    config = read(GLM4_CONFIG, n_group=topk_group, topk_group=topk_group)
+    assert config.num_groups == config.group_topk == topk_group
+
+
+@pytest.mark.parametrize("config", [CONFIG, GLM4_CONFIG], ids=["qwen3", "glm4"])
+def test_any_value_of_any_setting_reads_or_is_one_line(config, read):
     values = [
         *(None, True, [], {}, "", "x", -1, 0, 1, 2.5, 1e308, 10**30, 10**400, float("nan")),
         *(float("inf"), [0], [None], {"rope_theta": None}, {"rope_type": []}, "\ud800", [[[]]]),
     ]
     messages = []
-    for name in CONFIG:
+    for name in config:
         for value in values:
             try:
-                read(**{name: value})
+                read(config, **{name: value})
             except ValueError as error:
                 messages.append(str(error))
     assert len(messages) > 200
