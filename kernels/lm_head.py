@@ -23,50 +23,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from packhorse._nvtx import ranged
+from packhorse.kernels.lm_head_checks import Head, check_head, unit_rows
 from packhorse.kernels.lm_head_members import (
     add_weight_gradient,
     grad_hidden_of_members,
     project_members,
 )
 from packhorse.kernels.members import grad_members, order_support, score_members, sum_parts
-from packhorse.kernels.support import (
-    LOGITS_DTYPES,
-    SUPPORT_DTYPES,
-    SupportScores,
-    as_operand,
-    check_temperature,
-    wants_gradients,
-)
+from packhorse.kernels.support import SUPPORT_DTYPES, SupportScores, wants_gradients
 
 _NAME = "lm_head_support_logprobs"
-
-
-class _Head:
-    """What both passes need beside tensors."""
-
-    def __init__(
-        self,
-        *,
-        temperature: float,
-        softcap: float | None,
-        vocab_size: int,
-        vocab_start: int,
-        main_grad: Tensor | None,
-        group: Any,
-        reduce_hidden_grad: bool,
-    ) -> None:
-        self.temperature = temperature
-        self.softcap = softcap
-        self.vocab_size = vocab_size
-        self.vocab_start = vocab_start
-        self.main_grad = main_grad
-        self.group = group
-        self.reduce_hidden_grad = reduce_hidden_grad
-
-    def operand(self, temperatures: Tensor | None, like: Tensor) -> tuple[float, Tensor | None]:
-        if temperatures is not None:
-            return 1.0, temperatures
-        return as_operand(self.temperature, like)
 
 
 def _score(
@@ -76,7 +42,7 @@ def _score(
     support_ids: Tensor,
     sampled_ids: Tensor,
     temperatures: Tensor | None,  # [T], in place of the head's one
-    head: _Head,
+    head: Head,
 ) -> tuple[SupportScores, tuple[Tensor, ...]]:
     """The scores, and for the backward: columns, member_logprobs, capped logits (or nothing)."""
     columns, known, num_ignored = order_support(support_ids, head.vocab_size)
@@ -110,7 +76,7 @@ class _LmHeadSupportLogprobs(torch.autograd.Function):
     def backward(ctx, grad_logprobs, grad_entropy, _grad_status, _grad_num_ignored):
         hidden, weight, sampled_ids, temperatures, entropy, *kept = ctx.saved_tensors
         columns, member_logprobs, *capped = kept
-        head: _Head = ctx.head
+        head: Head = ctx.head
         grads = grad_members(
             grad_logprobs, grad_entropy, columns, member_logprobs, entropy, sampled_ids,
             *head.operand(temperatures, member_logprobs),
@@ -121,12 +87,9 @@ class _LmHeadSupportLogprobs(torch.autograd.Function):
         grad_hidden = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             grad_hidden = grad_hidden_of_members(grads, weight, columns, head.vocab_start)
-            if head.group is not None and head.reduce_hidden_grad:
-                dist.all_reduce(grad_hidden, group=head.group)
+            grad_hidden = head.sum_over_group(grad_hidden)
         if ctx.needs_input_grad[1]:
-            out = head.main_grad
-            if out is None:
-                out = grad_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+            out, grad_weight = head.weight_gradient(weight)
             add_weight_gradient(out, grads, hidden, columns, head.vocab_start)
         if ctx.needs_input_grad[2]:
             sums = grads.new_zeros((weight.shape[0], 1))
@@ -192,145 +155,40 @@ def lm_head_support_logprobs(
             them.
         NotImplementedError, RuntimeError: of torch, in forward mode or under ``torch.func``.
     """
-    num_rows = _check_tensors(hidden, weight, bias, support_ids, sampled_ids)
-    if isinstance(temperature, Tensor):
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        if temperature.dtype != wide:
-            raise TypeError(f"{_NAME}: temperature must be {wide}, got {temperature.dtype}")
-        if temperature.shape != sampled_ids.shape or temperature.device != hidden.device:
-            raise ValueError(
-                f"{_NAME}: temperature must be a number or [T] with T = {hidden.shape[0]} on"
-                f" {hidden.device}, got {tuple(temperature.shape)} on {temperature.device}"
-            )
-        if temperature.requires_grad:
-            raise ValueError(f"{_NAME}: temperature gets no gradient; detach it")
-        temperatures, temperature = temperature.contiguous(), 1.0
-    else:
-        temperature, temperatures = check_temperature(_NAME, temperature), None
-    if softcap is not None:
-        softcap = _check_softcap(softcap)
-    num_shards = 1 if group is None else dist.get_world_size(group)
-    if num_shards < 1:
-        raise ValueError(f"{_NAME}: this rank is not in group")
-    vocab_size = num_rows * num_shards if vocab_size is None else vocab_size
-    if vocab_start is None:
-        vocab_start = 0 if num_shards == 1 else num_rows * dist.get_rank(group)
-    for field, value, least in (("vocab_size", vocab_size, 1), ("vocab_start", vocab_start, 0)):
-        if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
-            raise TypeError(f"{_NAME}: {field} must be an int, got {type(value).__name__}")
-        if not least <= value < 2**31:
-            raise ValueError(f"{_NAME}: {field} must be from {least} to 2**31 - 1, got {value}")
-    if num_shards == 1 and (vocab_start > 0 or vocab_size > num_rows):
-        raise ValueError(
-            f"{_NAME}: vocab_size={vocab_size} and vocab_start={vocab_start}, but weight has ids 0"
-            f" to {num_rows - 1} and no group holds others"
-        )
-    if not isinstance(reduce_hidden_grad, bool):
-        given = type(reduce_hidden_grad).__name__
-        raise TypeError(f"{_NAME}: reduce_hidden_grad must be a bool, got {given}")
-    if main_grad is not None:
-        _check_main_grad(main_grad, weight)
-    head = _Head(
+    head, temperatures = check_head(
+        _NAME,
+        hidden,
+        weight,
+        sampled_ids,
+        bias=bias,
         temperature=temperature,
         softcap=softcap,
         vocab_size=vocab_size,
         vocab_start=vocab_start,
         main_grad=main_grad,
-        group=group if num_shards > 1 else None,
+        group=group,
         reduce_hidden_grad=reduce_hidden_grad,
     )
-    arguments = _rows(hidden), _rows(weight), bias, support_ids, sampled_ids, temperatures, head
+    _check_support(hidden, support_ids)
+    inputs = unit_rows(hidden), unit_rows(weight), bias
+    arguments = *inputs, support_ids, sampled_ids, temperatures, head
     if wants_gradients(hidden, weight, bias):
         return SupportScores(*_LmHeadSupportLogprobs.apply(*arguments))
     return _score(*arguments)[0]
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
-
-
-def _check_tensors(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, support_ids: Tensor, sampled_ids: Tensor
-) -> int:
-    for field, tensor in (
-        ("hidden", hidden),
-        ("weight", weight),
-        ("support_ids", support_ids),
-        ("sampled_ids", sampled_ids),
-        ("bias", bias),
-    ):
-        if not isinstance(tensor, Tensor) and (tensor is not None or field != "bias"):
-            raise TypeError(f"{_NAME}: {field} must be a tensor, got {type(tensor).__name__}")
-    if hidden.dtype not in LOGITS_DTYPES:
-        raise TypeError(f"{_NAME}: hidden has unsupported dtype {hidden.dtype}")
-    for field, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.dtype != hidden.dtype:
-            raise TypeError(f"{_NAME}: {field} is {tensor.dtype}, hidden {hidden.dtype}")
+def _check_support(hidden: Tensor, support_ids: Tensor) -> None:
+    if not isinstance(support_ids, Tensor):
+        given = type(support_ids).__name__
+        raise TypeError(f"{_NAME}: support_ids must be a tensor, got {given}")
     if support_ids.dtype not in SUPPORT_DTYPES:
         raise TypeError(f"{_NAME}: support_ids must be int32 or int64, got {support_ids.dtype}")
-    if sampled_ids.dtype != torch.int64:
-        raise TypeError(f"{_NAME}: sampled_ids must be int64, got {sampled_ids.dtype}")
-    if hidden.dim() != 2 or hidden.shape[1] == 0:
-        raise ValueError(f"{_NAME}: hidden must be [T, H] with H > 0, got {tuple(hidden.shape)}")
-    num_tokens, hidden_size = hidden.shape
-    if weight.dim() != 2 or weight.shape[1] != hidden_size or weight.shape[0] == 0:
+    if support_ids.dim() != 2 or support_ids.shape[0] != hidden.shape[0]:
         raise ValueError(
-            f"{_NAME}: weight must be [V, H] with V > 0 and H = {hidden_size}, got"
-            f" {tuple(weight.shape)}"
-        )
-    expected = (
-        ("bias", bias, (weight.shape[0],), "[V]"),
-        ("sampled_ids", sampled_ids, (num_tokens,), "[T]"),
-    )
-    for field, tensor, shape, words in expected:
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(
-                f"{_NAME}: {field} must be {words} = {list(shape)}, got {list(tensor.shape)}"
-            )
-    if support_ids.dim() != 2 or support_ids.shape[0] != num_tokens:
-        raise ValueError(
-            f"{_NAME}: support_ids must be [T, C] with T = {num_tokens}, got"
+            f"{_NAME}: support_ids must be [T, C] with T = {hidden.shape[0]}, got"
             f" {tuple(support_ids.shape)}"
         )
     if support_ids.numel() >= 2**31:
         raise ValueError(f"{_NAME}: {support_ids.numel()} entries of support_ids do not fit int32")
-    for field, tensor in (
-        ("weight", weight),
-        ("bias", bias),
-        ("support_ids", support_ids),
-        ("sampled_ids", sampled_ids),
-    ):
-        if tensor is not None and tensor.device != hidden.device:
-            raise ValueError(f"{_NAME}: {field} on {tensor.device}, hidden on {hidden.device}")
-    return weight.shape[0]
-
-
-def _check_softcap(softcap: float) -> float:
-    if isinstance(softcap, bool) or not isinstance(softcap, int | float):
-        raise TypeError(f"{_NAME}: softcap must be a number, got {type(softcap).__name__}")
-    if not 0 < softcap < float("inf"):
-        raise ValueError(f"{_NAME}: softcap must be finite and > 0, got {softcap}")
-    return float(softcap)
-
-
-def _check_main_grad(main_grad: Tensor, weight: Tensor) -> None:
-    if not isinstance(main_grad, Tensor):
-        given = type(main_grad).__name__
-        raise TypeError(f"{_NAME}: main_grad must be a tensor, got {given}")
-    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    if main_grad.dtype != wide:
-        raise TypeError(f"{_NAME}: main_grad must be {wide}, got {main_grad.dtype}")
-    if main_grad.shape != weight.shape or main_grad.device != weight.device:
-        raise ValueError(
-            f"{_NAME}: main_grad must be {list(weight.shape)} on {weight.device} as weight, got"
-            f" {list(main_grad.shape)} on {main_grad.device}"
-        )
-    if main_grad.stride(1) != 1 and main_grad.shape[1] > 1:
-        raise ValueError(f"{_NAME}: main_grad must have rows of unit stride")
-    if main_grad.requires_grad:
-        raise ValueError(f"{_NAME}: main_grad must not require a gradient")
-    if weight.requires_grad and not weight.is_leaf:
-        raise ValueError(
-            f"{_NAME}: main_grad is for a weight that is a leaf; what this one is made of would get"
-            " no gradient"
-        )
+    if support_ids.device != hidden.device:
+        raise ValueError(f"{_NAME}: support_ids on {support_ids.device}, hidden on {hidden.device}")

@@ -1,0 +1,298 @@
+"""Score the sampled ids over the whole vocabulary, from hidden states: no logits are kept.
+
+    z[t, v]     = softcap(hidden[t] . weight[v] + bias[v]) / temperature
+    logprobs[t] = z[t, s] - log sum_v exp z[t, v]                  s = sampled_ids[t]
+    entropy[t]  = -sum_v p_v log p_v                               p = softmax of z[t]
+
+What a trainer without sampling supports calls, and what appended tokens fall back to. Logits exist
+for a tile of tokens and rows of the weight at a time, forward and again in the backward; a row of
+the weight gets its whole gradient in one tile's turn, so that it is rounded once. Products are
+added in float32, float64 for float64 weights; on a GPU the gradients of bfloat16 logits are rounded
+to bfloat16 before their products, as those of a plain LM head are. Two runs agree bit for bit.
+
+Over a vocabulary that is sharded each rank takes its own rows; one MAX all-reduce of [T] and one
+SUM all-reduce of [3, T] join them, of a fixed shape, on shards without a row that counts too.
+
+Where ``sampled_ids[t]`` is negative the row has no target: its logprob, entropy and gradients are
+selected to be exactly 0, whatever its hidden states hold.
+
+Sizes: T tokens, H hidden size, V vocabulary rows of this rank.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from packhorse._nvtx import ranged
+from packhorse.kernels.lm_head_checks import Head, check_head, unit_rows
+from packhorse.kernels.support import wants_gradients
+
+_NAME: Final = "full_vocabulary_logprobs"
+
+#: A tile: so many tokens, and so many of their logits. A few float32 buffers of it exist at once.
+_TOKENS_AT_ONCE: Final = 1 << 13
+_LOGITS_AT_ONCE: Final = 1 << 24
+_INF: Final = float("inf")
+#: exp of it is 0 in every dtype: what lies below has no probability, and 0 * -inf would be NaN
+_LEAST: Final = -1e4
+
+
+class VocabularyScores(NamedTuple):
+    """What ``full_vocabulary_logprobs`` returns, one entry a token."""
+
+    logprobs: Tensor  # [T] float32 (float64 for float64 hidden states), differentiable
+    entropy: Tensor  # [T] as logprobs, nats, differentiable
+
+
+# --- tiles ----------------------------------------------------------------------------------------
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right`` in float32 (float64), added up in it."""
+    if left.dtype in (torch.float32, torch.float64):
+        return left @ right
+    if left.dtype == torch.bfloat16 and left.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+def _num_ids(weight: Tensor, head: Head) -> int:
+    """Rows of this shard that are ids of the vocabulary; those after them are pads."""
+    return max(min(weight.shape[0], head.vocab_size - head.vocab_start), 0)
+
+
+def _tiles(num_tokens: int, num_ids: int) -> Iterator[tuple[slice, list[slice]]]:
+    """Rows of the weight, and for each run of them the tokens in turn."""
+    tokens = max(min(num_tokens, _TOKENS_AT_ONCE), 1)
+    ids = max(_LOGITS_AT_ONCE // tokens, 1)
+    of_tokens = [slice(t, min(t + tokens, num_tokens)) for t in range(0, num_tokens, tokens)]
+    for first in range(0, num_ids, ids):
+        yield slice(first, min(first + ids, num_ids)), of_tokens
+
+
+class _Tile(NamedTuple):
+    z: Tensor  # [t, v], divided by the temperature
+    slope: Tensor | None  # [t, v] of the soft cap
+    sampled: Tensor  # [t, 1] bool: the sampled id is one of the tile's
+    column: Tensor  # [t, 1] int64: which, or 0
+
+
+def _tile(
+    hidden: Tensor,  # [t, H]
+    weight: Tensor,  # [v, H]
+    bias: Tensor | None,  # [v]
+    sampled_ids: Tensor,  # [t]
+    temperatures: Tensor | None,  # [t]
+    head: Head,
+    first_id: int,
+    *,
+    with_slope: bool = False,
+) -> _Tile:
+    z = _product(hidden, weight.T)
+    if bias is not None:
+        z += bias
+    slope = None
+    if head.softcap is not None:
+        z = torch.tanh(z / head.softcap)
+        slope = 1 - z.square() if with_slope else None
+        z *= head.softcap
+    z /= head.temperature if temperatures is None else temperatures[:, None]
+    column = sampled_ids - first_id
+    sampled = (column >= 0) & (column < weight.shape[0]) & (sampled_ids < head.vocab_size)
+    return _Tile(z, slope, sampled[:, None], torch.where(sampled, column, 0)[:, None])
+
+
+def _finite(shift: Tensor) -> Tensor:
+    """A maximum of -inf (no logit yet, or none that is possible) shifts nothing."""
+    return torch.where(shift == -_INF, 0.0, shift)
+
+
+# --- forward, backward ----------------------------------------------------------------------------
+
+
+def _score(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sampled_ids: Tensor,
+    temperatures: Tensor | None,
+    head: Head,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns logprobs [T], entropy [T], and for the backward log sum_v exp z [T]."""
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    top = hidden.new_full(hidden.shape[:1], -_INF, dtype=wide)
+    # of exp(z - top): its sum, its sum times z - top; of the sampled id z, and how often it is here
+    total, spread, chosen = (torch.zeros_like(top) for _ in range(3))
+    for ids, of_tokens in _tiles(hidden.shape[0], _num_ids(weight, head)):
+        rows, biases = weight[ids], None if bias is None else bias[ids]
+        for t in of_tokens:
+            scale = None if temperatures is None else temperatures[t]
+            tile = _tile(
+                hidden[t], rows, biases, sampled_ids[t], scale, head, head.vocab_start + ids.start
+            )
+            peak = torch.maximum(top[t], tile.z.amax(1))
+            # -inf - -inf would be NaN; +inf and NaN are a fault of the model, and stay one
+            moved = _finite(top[t]) - _finite(peak)
+            moved = torch.where(total[t] == 0, 0.0, moved)
+            shrunk = moved.exp()
+            spread[t] = (spread[t] + moved * total[t]) * shrunk
+            total[t] *= shrunk
+            chosen[t] += torch.where(tile.sampled, tile.z.gather(1, tile.column), 0.0).squeeze(1)
+            z = tile.z.sub_(_finite(peak)[:, None])
+            weights = z.exp()
+            total[t] += weights.sum(1)
+            spread[t] += weights.mul_(z.clamp_(min=_LEAST)).sum(1)
+            top[t] = peak
+    if head.group is not None:
+        peak = top.clone()
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=head.group)
+        moved = torch.where(total == 0, 0.0, _finite(top) - _finite(peak))
+        shrunk = moved.exp()
+        sums = torch.stack([total * shrunk, (spread + moved * total) * shrunk, chosen])
+        dist.all_reduce(sums, group=head.group)
+        (total, spread, chosen), top = sums.unbind(0), peak
+    log_total = total.log()
+    logprobs = chosen - _finite(top) - log_total
+    logprobs = torch.where(sampled_ids < head.vocab_size, logprobs, float("nan"))
+    entropy = log_total - spread / total
+    has_target = sampled_ids >= 0
+    logprobs, entropy = (torch.where(has_target, x, 0.0) for x in (logprobs, entropy))
+    return logprobs, entropy, _finite(top) + log_total
+
+
+class _FullVocabularyLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, sampled_ids, temperatures, head):
+        logprobs, entropy, log_sum = _score(hidden, weight, bias, sampled_ids, temperatures, head)
+        ctx.save_for_backward(hidden, weight, bias, sampled_ids, temperatures, entropy, log_sum)
+        ctx.head = head
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logprobs, grad_entropy):
+        hidden, weight, bias, sampled_ids, temperatures, entropy, log_sum = ctx.saved_tensors
+        head: Head = ctx.head
+        has_target = sampled_ids >= 0
+        outside = sampled_ids >= head.vocab_size
+        g = torch.where(has_target, grad_logprobs, 0.0).masked_fill(outside, float("nan"))
+        e = torch.where(has_target, grad_entropy, 0.0)
+        # 0 times what such a row holds would be NaN where it is
+        hidden = torch.where(has_target[:, None], hidden, 0.0)
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad_hidden = grad_weight = grad_bias = out = None
+        if wants_hidden:
+            grad_hidden = torch.zeros_like(hidden, dtype=g.dtype)
+        if wants_weight:
+            out, grad_weight = head.weight_gradient(weight)
+        if wants_bias:
+            grad_bias = torch.zeros_like(bias, dtype=g.dtype)
+        for ids, of_tokens in _tiles(hidden.shape[0], _num_ids(weight, head)):
+            rows, biases = weight[ids], None if bias is None else bias[ids]
+            sums = None
+            for t in of_tokens:
+                scale = None if temperatures is None else temperatures[t]
+                first_id = head.vocab_start + ids.start
+                tile = _tile(
+                    hidden[t], rows, biases, sampled_ids[t], scale, head, first_id, with_slope=True
+                )
+                grads = _grad_logits(tile, g[t], e[t], entropy[t], log_sum[t], has_target[t])
+                grads /= head.temperature if scale is None else scale[:, None]
+                if tile.slope is not None:
+                    grads *= tile.slope
+                if grad_bias is not None:
+                    grad_bias[ids] += grads.sum(0)
+                if hidden.is_cuda and hidden.dtype == torch.bfloat16:
+                    grads = grads.to(torch.bfloat16)
+                if grad_hidden is not None:
+                    grad_hidden[t] += _product(grads, rows.to(grads.dtype))
+                if out is not None:
+                    product = _product(grads.T, hidden[t].to(grads.dtype))
+                    sums = product if sums is None else sums.add_(product)
+            if out is not None and sums is not None:
+                out[ids] += sums.to(out.dtype)
+        if grad_hidden is not None:
+            grad_hidden = head.sum_over_group(grad_hidden.to(hidden.dtype))
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _grad_logits(
+    tile: _Tile, g: Tensor, e: Tensor, entropy: Tensor, log_sum: Tensor, has_target: Tensor
+) -> Tensor:
+    """[t, v] gradient of z: g (1[v = s] - p) - e p (log p + entropy); 0 without a target."""
+    log_p = tile.z.sub_(log_sum[:, None])
+    p = log_p.exp()
+    grads = log_p.clamp_(min=_LEAST).add_(entropy[:, None]).mul_(e[:, None]).add_(g[:, None])
+    grads.mul_(p).neg_()
+    added = torch.where(tile.sampled, g[:, None], 0.0)
+    grads.scatter_(1, tile.column, grads.gather(1, tile.column) + added)
+    return grads.masked_fill_(~has_target[:, None], 0.0)
+
+
+# --- public API -----------------------------------------------------------------------------------
+
+
+@ranged
+def full_vocabulary_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    sampled_ids: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    vocab_size: int | None = None,
+    vocab_start: int | None = None,
+    main_grad: Tensor | None = None,
+    group: Any = None,
+    reduce_hidden_grad: bool = True,
+) -> VocabularyScores:
+    """Logprob of each sampled id, and the entropy, over the whole vocabulary.
+
+    Args:
+        hidden: [T, H] float64, float32, bfloat16 or float16: what the LM head is given, the row
+            that predicts ``sampled_ids[t]``.
+        weight: [V, H] of its dtype: the LM head (or the tied embedding), or this rank's shard.
+        sampled_ids: [T] int64. A negative id says that the row has no target.
+        bias, temperature, softcap, vocab_size, vocab_start, main_grad, group, reduce_hidden_grad:
+            as of ``lm_head_support_logprobs``. Without ``vocab_size`` pad rows take their share of
+            the probability.
+
+    Returns:
+        ``VocabularyScores``: logprobs and entropy [T] float32 (float64), differentiable once in
+        hidden, weight and bias. Both are 0 without a gradient where the sampled id is negative; a
+        logprob is NaN where it is the vocabulary's size or more, -inf where its logit is. A few
+        buffers of 2**24 float32 logits exist at a time, one more of [T, H] float32 in the backward.
+
+    Raises:
+        TypeError, ValueError: as ``lm_head_support_logprobs``.
+
+    Example:
+        >>> hidden, weight = torch.zeros(1, 8), torch.zeros(4, 8)
+        >>> full_vocabulary_logprobs(hidden, weight, torch.tensor([2])).logprobs.exp()
+        tensor([0.2500])
+    """
+    head, temperatures = check_head(
+        _NAME,
+        hidden,
+        weight,
+        sampled_ids,
+        bias=bias,
+        temperature=temperature,
+        softcap=softcap,
+        vocab_size=vocab_size,
+        vocab_start=vocab_start,
+        main_grad=main_grad,
+        group=group,
+        reduce_hidden_grad=reduce_hidden_grad,
+    )
+    arguments = unit_rows(hidden), unit_rows(weight), bias, sampled_ids, temperatures, head
+    if wants_gradients(hidden, weight, bias):
+        return VocabularyScores(*_FullVocabularyLogprobs.apply(*arguments))
+    return VocabularyScores(*_score(*arguments)[:2])
