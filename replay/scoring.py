@@ -1,16 +1,19 @@
-"""Score the sampled tokens of one microbatch, from the logits of one rank.
+"""Score the sampled tokens of one microbatch, from the logits of one rank or its hidden states.
 
     logprobs[i, r] = z[s] - log sum_{c in support(i, r)} exp z[c]      z = logits / temperature
 
 s is response token r of trajectory i, z the logits at position ``length - response_length + r - 1``
 and support(i, r) the ids the sampler kept there. Without a support the sum is over the vocabulary.
+From hidden states and the LM head only the logits of candidates are made.
 
 A response token without a support row (an observation, an appended token) has logprob 0 and no
 gradient; one that the loss uses, the end-of-sequence token that a generator appended, is scored
-over the whole vocabulary. Its entropy is 0: it belongs to another distribution than the rollout's.
+over the whole vocabulary, and so is one whose support was cut, where that is asked for. Their
+entropy is 0: they belong to another distribution than the rollout's.
 
-Nothing is read from a device, and all shapes depend on host integers alone. The result has one
-entry a response token, the same on every context-parallel rank.
+Nothing is read from a device, and all shapes depend on host integers alone, of all trajectories:
+ranks that share them call the same collectives, or raise the same error before the first of them.
+The results are the same on every context- and tensor-parallel rank.
 
 Sizes: B trajectories, T tokens of this rank, N response tokens, V vocabulary, C candidates.
 """
@@ -25,34 +28,34 @@ from torch import Tensor
 
 from packhorse._nvtx import ranged
 from packhorse.kernels.rows import gather_rows, scatter_rows
-from packhorse.kernels.support import (
-    SAMPLED_IMPOSSIBLE,
-    SUPPORT_DTYPES,
-    check_vocab_size,
-    full_logprobs,
-    support_logprobs,
-)
-from packhorse.packed.host import from_host, without_waiting
+from packhorse.kernels.support import SAMPLED_IMPOSSIBLE, SUPPORT_DTYPES, SUPPORT_OK
+from packhorse.packed.host import from_host
 from packhorse.packed.ragged import PackedRagged
-from packhorse.packed.sentinels import MISSING_ROW, NO_CANDIDATE
+from packhorse.packed.sentinels import MISSING_ROW
 from packhorse.packed.tensor import PackedTensor
 from packhorse.replay.host import HostInts, host_ints, host_masks
 from packhorse.replay.layout import TokenLayout
+from packhorse.replay.scoring_sources import HiddenStates, LmHead, Logits, Source
+
+__all__ = ["SCORED_FULL", "LmHead", "MicrobatchScores", "score_microbatch"]
 
 #: ``status``: scored over the whole vocabulary; the others are those of ``support_logprobs``.
 SCORED_FULL: Final = SAMPLED_IMPOSSIBLE + 1
 #: The token that a slot predicts where it predicts none; ``full_logprobs`` scores no negative id.
 _NO_TARGET: Final = -1
+#: ``valid``: the cell holds a score.
+_SCORED: Final = (SUPPORT_OK, SCORED_FULL)
 
 _NAME: Final = "score_microbatch"
 
 
 @dataclass(frozen=True, eq=False)
 class MicrobatchScores:
-    """What ``score_microbatch`` returns: one entry a response token, trajectory after trajectory.
+    """What ``score_microbatch`` returns: one entry a response token, packed and as a dense batch.
 
-    The packed fields have the response lengths as ``lengths`` and their values on the logits'
-    device. Statuses 0 to 4 are constants of ``packhorse.kernels.support``, 5 is one of this module:
+    The packed fields have the response lengths as ``lengths`` and their values on the device of
+    what was scored. Statuses 0 to 4 are constants of ``packhorse.kernels.support``, 5 is one of
+    this module:
 
         0  SUPPORT_OK          scored over its support
         1  SUPPORT_MISSING     it has no support: an observation, or a token that was appended
@@ -65,12 +68,16 @@ class MicrobatchScores:
         logprobs: [N] float32 (float64 for float64 logits), differentiable; exactly 0, without a
             gradient, where the status is 1 to 4.
         entropy: [N], dtype as ``logprobs``, nats over the support, differentiable; exactly 0 where
-            the status is not 0.
+            the status is not 0. Without a support it is over the vocabulary from hidden states, and
+            0 from logits.
         status: [N] uint8, one of the above.
-        counts: [6] int64 on the logits' device: response tokens of each status; its index is the
-            status.
-        num_ignored: [] int64 on the logits' device: candidates left out of all supports, since they
-            are repeated or outside the vocabulary.
+        counts: [6] int64 on their device: response tokens of each status; its index is the status.
+        num_ignored: [] int64 there: candidates left out of all supports, since they are repeated or
+            outside the vocabulary.
+        dense_logprobs, dense_entropy: [B, S - 1], the same as a batch: position s of a trajectory,
+            which predicts token s + 1, stands in column ``first_column + s``, and what is no
+            response token is 0. S is the layout's ``batch_width``.
+        valid: [B, S - 1] bool: the status is 0 or 5.
     """
 
     logprobs: PackedTensor
@@ -78,6 +85,9 @@ class MicrobatchScores:
     status: PackedTensor
     counts: Tensor
     num_ignored: Tensor
+    dense_logprobs: Tensor
+    dense_entropy: Tensor
+    valid: Tensor
 
 
 @ranged
@@ -91,13 +101,17 @@ def score_microbatch(
     temperature: float = 1.0,
     loss_masks: Sequence[Any] | None = None,
     appended: Sequence[Any] | None = None,
+    cut: Sequence[Any] | None = None,
     vocab_size: int | None = None,
+    lm_head: LmHead | None = None,
 ) -> MicrobatchScores:
     """Logprob of each response token, and how it was come by.
 
     Args:
         logits: as the model returned them, [1, T, V] ("thd") or [B, T / B, V] ("bshd"), or [T, V]
-            in the layout's order. Not divided by the temperature.
+            in the layout's order. Not divided by the temperature. With ``lm_head`` hidden states in
+            their place, of the same shapes with H for V, or 1/TP of the tokens where it is
+            ``sequence_parallel``.
         layout: the microbatch's layout on this rank.
         token_ids: the real tokens, prompt and response: packed, one int64 row a token, or dense
             [B, S] int64 with S = ``layout.batch_width``. A dense batch is read by the layout's
@@ -113,77 +127,79 @@ def score_microbatch(
         appended: as ``loss_masks``: tokens that the generator put there. One that the loss uses
             (all of them where ``loss_masks`` is None) is scored over the whole vocabulary; its
             support row is not looked at.
-        vocab_size: V where the logits have more columns, as those of a padded vocabulary: see
-            ``support_logprobs``. By default all columns are the vocabulary.
+        cut: as ``appended``, any number a trajectory: tokens whose support does not hold all that
+            the sampler kept, so that its mass is below 1. They are scored likewise.
+        vocab_size: V where the logits, or the shards of the LM head together, have more columns, as
+            those of a padded vocabulary: see ``support_logprobs``. By default all columns are the
+            vocabulary.
+        lm_head: the LM head; the first argument is then what it is given, and no logits are made
+            but those of candidates.
 
     Returns:
-        ``MicrobatchScores``. ``logprobs`` differentiates once in ``logits``.
+        ``MicrobatchScores``. Logprobs and entropy differentiate once in ``logits``, or in the
+        hidden states and the weight and bias of ``lm_head``.
 
     Raises:
         TypeError, ValueError: a shape, dtype or device is wrong; lengths differ from the layout's;
             a response has no prompt; a trajectory has two appended tokens with loss, or one outside
-            its response; a support on the CPU has no row for another token with loss. Names the
-            trajectory.
+            its response; a support on the CPU, or a ragged one, has no row for another token with
+            loss. Names the trajectory.
     """
-    if isinstance(support, PackedRagged):
-        support = support.to_padded()
-    _check_arguments(logits, layout, token_ids, support)
+    _check_arguments(logits, layout, token_ids, support, lm_head)
     responses = _response_lengths(layout, support, response_lengths)
-    if logits.dim() == 3:
-        logits = layout.from_model(logits)
-    if logits.dim() != 2 or logits.shape[0] != layout.num_tokens:
-        raise ValueError(
-            f"{_NAME}: logits must be [{layout.num_tokens}, V] or as the model returns them, got"
-            f" {list(logits.shape)}"
-        )
-    check_vocab_size(_NAME, logits, vocab_size)
     row_ids = layout.support_row_ids(responses)  # checks that the responses fit
-    full_positions = _full_positions(layout, responses, support, loss_masks, appended)
+    full = _full_rows(layout, responses, support, loss_masks, appended, cut)
     sampled_ids = _next_token_ids(layout, token_ids)
+    source: Source
+    if lm_head is None:
+        source = Logits(logits, layout, temperature, vocab_size)
+    else:
+        source = HiddenStates(logits, layout, lm_head, temperature, vocab_size)
     # a slot that predicts no response token has no target
     sampled_ids = torch.where(row_ids == MISSING_ROW, _NO_TARGET, sampled_ids)
 
     if support is None:
-        logprobs = full_logprobs(
-            logits, sampled_ids, temperature=temperature, vocab_size=vocab_size
-        )
-        entropy = torch.zeros_like(logprobs)
+        logprobs, entropy = _score_rows(source, layout, sampled_ids, row_ids, sum(responses))
         status = torch.full_like(row_ids, SCORED_FULL, dtype=torch.uint8)
         num_ignored = torch.zeros_like(row_ids)
     else:
-        rows = without_waiting(support.values, logits.device)
-        candidates = gather_rows(rows, row_ids, fill=NO_CANDIDATE)
-        scores = support_logprobs(
-            logits, candidates, sampled_ids, temperature=temperature, vocab_size=vocab_size
-        )
+        scores = source.over_support(support, row_ids, sampled_ids)
         logprobs, entropy, status = scores.logprobs, scores.entropy, scores.status
         num_ignored = scores.num_ignored.long()
-        if any(position is not None for position in full_positions):
-            full, is_full = _score_full(
-                layout, logits, sampled_ids, full_positions, temperature, vocab_size
-            )
-            logprobs = torch.where(is_full, full, logprobs)
+        if full.any():
+            numbers = from_host(np.where(full, full.cumsum() - 1, MISSING_ROW), layout.device)
+            full_ids = gather_rows(numbers, row_ids, fill=MISSING_ROW)
+            scored, _ = _score_rows(source, layout, sampled_ids, full_ids, int(full.sum()))
+            is_full = full_ids != MISSING_ROW
+            logprobs = torch.where(is_full, scored, logprobs)
             entropy = torch.where(is_full, 0.0, entropy)
             status = status.masked_fill(is_full, SCORED_FULL)
             num_ignored = num_ignored.masked_fill(is_full, 0)
 
-    # one restore for all: a status and a count of candidates are exact in the logprobs' dtype
-    fields = [logprobs, entropy, status.to(logprobs.dtype), num_ignored.to(logprobs.dtype)]
-    restored = layout.restore(torch.stack(fields, dim=1)).flatten(0, 1)
-    restored = restored.index_select(0, _response_cells(layout, responses))
-    logprobs, entropy, status, num_ignored = restored.unbind(1)
-    status = status.detach().to(torch.uint8)
+    # one restore for all: a status and a count of candidates are exact in the logprobs' dtype, and
+    # a cell of no response token is 0, one of status s is s + 1
+    shown = torch.where(row_ids == MISSING_ROW, 0, status.to(row_ids.dtype) + 1)
+    fields = [logprobs, entropy, shown.to(logprobs.dtype), num_ignored.to(logprobs.dtype)]
+    restored = layout.restore(torch.stack(fields, dim=1))
+    packed = restored.flatten(0, 1).index_select(0, _response_cells(layout, responses))
+    shown = restored[..., 2].detach()
+    status = (packed[:, 2].detach() - 1).to(torch.uint8)
     statuses = torch.arange(SCORED_FULL + 1, device=status.device)
+    has_entropy = support is not None or lm_head is not None
 
-    def packed(values: Tensor) -> PackedTensor:
-        return PackedTensor.from_lengths(values.contiguous(), responses)
+    def field(column: int, of: Tensor) -> Tensor:
+        values = of[..., column]
+        return values if column == 0 or has_entropy else values.detach()
 
     return MicrobatchScores(
-        logprobs=packed(logprobs),
-        entropy=packed(entropy if support is not None else entropy.detach()),
-        status=packed(status),
+        logprobs=PackedTensor.from_lengths(field(0, packed).contiguous(), responses),
+        entropy=PackedTensor.from_lengths(field(1, packed).contiguous(), responses),
+        status=PackedTensor.from_lengths(status, responses),
         counts=(status[:, None] == statuses).sum(0),
-        num_ignored=num_ignored.detach().to(torch.int64).sum(),
+        num_ignored=packed[:, 3].detach().to(torch.int64).sum(),
+        dense_logprobs=field(0, restored),
+        dense_entropy=field(1, restored),
+        valid=(shown == _SCORED[0] + 1) | (shown == _SCORED[1] + 1),
     )
 
 
@@ -209,24 +225,18 @@ def _next_token_ids(layout: TokenLayout, token_ids: PackedTensor | Tensor) -> Te
     return gather_rows(values, layout.token_row_ids(next_token=True), fill=_NO_TARGET)
 
 
-def _score_full(
-    layout: TokenLayout,
-    logits: Tensor,
-    sampled_ids: Tensor,
-    positions: Sequence[int | None],
-    temperature: float,
-    vocab_size: int | None,
+def _score_rows(
+    source: Source, layout: TokenLayout, sampled_ids: Tensor, row_ids: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Scores [T] and where they hold [T] bool; only the named slots' logits are read."""
-    counts = [int(position is not None) for position in positions]
-    row_ids = layout.row_ids(counts, [position or 0 for position in positions])
-    slots = torch.arange(layout.num_tokens, device=logits.device)
-    own = scatter_rows(slots, row_ids, sum(counts), fill=MISSING_ROW)  # another rank's slot
+    """Logprobs and entropy [T] over the vocabulary of the slots that ``row_ids`` numbers from 0 to
+    ``num_rows``, 0 elsewhere; what other slots hold is not read where they are the more."""
+    if num_rows >= layout.num_tokens:
+        return source.over_vocabulary(sampled_ids)
+    slots = torch.arange(layout.num_tokens, device=layout.device)
+    own = scatter_rows(slots, row_ids, num_rows, fill=MISSING_ROW)  # -1: another rank's slot
     targets = gather_rows(sampled_ids, own, fill=_NO_TARGET)
-    scored = full_logprobs(
-        gather_rows(logits, own), targets, temperature=temperature, vocab_size=vocab_size
-    )
-    return gather_rows(scored, row_ids), row_ids != MISSING_ROW
+    logprobs, entropy = source.over_vocabulary(targets, own)
+    return gather_rows(logprobs, row_ids), gather_rows(entropy, row_ids)
 
 
 def _response_cells(layout: TokenLayout, responses: Sequence[int]) -> Tensor:
@@ -244,13 +254,16 @@ def _response_cells(layout: TokenLayout, responses: Sequence[int]) -> Tensor:
 
 
 def _check_arguments(
-    logits: object, layout: object, token_ids: object, support: PackedTensor | None
+    logits: object, layout: object, token_ids: object, support: object, lm_head: object
 ) -> None:
     if not isinstance(layout, TokenLayout):
         raise TypeError(f"{_NAME}: layout must be a TokenLayout, got {type(layout).__name__}")
+    if lm_head is not None and not isinstance(lm_head, LmHead):
+        raise TypeError(f"{_NAME}: lm_head must be an LmHead, got {type(lm_head).__name__}")
+    what = "logits" if lm_head is None else "hidden states"
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         got = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
-        raise TypeError(f"{_NAME}: logits must be a floating-point tensor, got {got}")
+        raise TypeError(f"{_NAME}: {what} must be a floating-point tensor, got {got}")
     if not isinstance(token_ids, PackedTensor | Tensor):
         raise TypeError(
             f"{_NAME}: token_ids must be a PackedTensor or a tensor, got {type(token_ids).__name__}"
@@ -258,23 +271,25 @@ def _check_arguments(
     if support is None:
         return
     field = f"{_NAME}: rollout_sample_support"
-    if not isinstance(support, PackedTensor):
+    if not isinstance(support, PackedTensor | PackedRagged):
         raise TypeError(
             f"{field} must be a PackedTensor, a PackedRagged or None, got {type(support).__name__}"
         )
     if support.dtype not in SUPPORT_DTYPES:
         raise TypeError(f"{field} must be int32 or int64, got {support.dtype}")
-    if len(support.row_shape) != 1:
+    if isinstance(support, PackedTensor) and len(support.row_shape) != 1:
         raise ValueError(f"{field} must be [N, C], got {list(support.values.shape)}")
     if support.device not in (logits.device, torch.device("cpu")):
         raise ValueError(
-            f"{field} is on {support.device}, logits are on {logits.device}; it must be there or on"
+            f"{field} is on {support.device}, {what} are on {logits.device}; it must be there or on"
             " the CPU"
         )
 
 
 def _response_lengths(
-    layout: TokenLayout, support: PackedTensor | None, response_lengths: HostInts | None
+    layout: TokenLayout,
+    support: PackedTensor | PackedRagged | None,
+    response_lengths: HostInts | None,
 ) -> tuple[int, ...]:
     if response_lengths is None:
         if support is None:
@@ -304,39 +319,57 @@ def _first_difference(got: Sequence[int], expected: Sequence[int]) -> tuple[int,
     raise AssertionError("the lists are equal")
 
 
-def _full_positions(
+def _full_rows(
     layout: TokenLayout,
     responses: Sequence[int],
-    support: PackedTensor | None,
+    support: PackedTensor | PackedRagged | None,
     loss_masks: Sequence[Any] | None,
     appended: Sequence[Any] | None,
-) -> list[int | None]:
-    """For each trajectory the position whose logits score its appended token with loss."""
+    cut: Sequence[Any] | None,
+) -> np.ndarray:
+    """[N] bool: the response tokens with loss that are scored over the vocabulary in any case."""
     masks = host_masks(_NAME, "loss_masks", loss_masks, layout.lengths)
     added = host_masks(_NAME, "appended", appended, layout.lengths)
-    positions: list[int | None] = []
+    parted = host_masks(_NAME, "cut", cut, layout.lengths)
+    has_candidates = None if support is None else _has_candidates(support)
+    rows = np.zeros(sum(responses), bool)
+    end = 0
     for i, (length, response) in enumerate(zip(layout.lengths, responses, strict=True)):
-        loss, put = masks[i], added[i]
-        full = np.zeros(length, bool) if put is None else put if loss is None else put & loss
-        tokens = np.flatnonzero(full)
-        if len(tokens) > 1:
-            raise ValueError(
-                f"{_NAME}: appended of trajectory {i}: tokens {tokens[0]} and {tokens[1]} both have"
-                " loss; at most one a trajectory"
-            )
-        if len(tokens) and tokens[0] < length - response:
-            raise ValueError(
-                f"{_NAME}: appended of trajectory {i}: token {tokens[0]} is not one of its"
-                f" {response} response tokens"
-            )
-        positions.append(int(tokens[0]) - 1 if len(tokens) else None)
-        if support is not None and support.values.device.type == "cpu" and loss is not None:
-            bare = (support.segment(i) < 0).all(1).numpy()
-            unscored = bare & (loss & ~full)[length - response :]
+        begin, end = end, end + response
+        loss = np.ones(length, bool) if masks[i] is None else masks[i]
+        full = np.zeros(length, bool)
+        for field, marked in (("appended", added[i]), ("cut", parted[i])):
+            if marked is None:
+                continue
+            marked = marked & loss
+            tokens = np.flatnonzero(marked)
+            where = f"{_NAME}: {field} of trajectory {i}"
+            if field == "appended" and len(tokens) > 1:
+                raise ValueError(
+                    f"{where}: tokens {tokens[0]} and {tokens[1]} both have loss; at most one a"
+                    " trajectory"
+                )
+            if len(tokens) and tokens[0] < length - response:
+                raise ValueError(
+                    f"{where}: token {tokens[0]} is not one of its {response} response tokens"
+                )
+            full |= marked
+        rows[begin:end] = full[length - response :]
+        if has_candidates is not None and masks[i] is not None:
+            unscored = ~has_candidates[begin:end] & (loss & ~full)[length - response :]
             if unscored.any():
                 token = length - response + int(unscored.argmax())
                 raise ValueError(
                     f"{_NAME}: rollout_sample_support of trajectory {i} has no candidate for"
                     f" token {token}, which has loss and was not appended"
                 )
-    return positions
+    return rows
+
+
+def _has_candidates(support: PackedTensor | PackedRagged) -> np.ndarray | None:
+    """[N] bool: the row names an id; None where only the device knows."""
+    if isinstance(support, PackedRagged):
+        return support.widths > 0
+    if support.device.type != "cpu":
+        return None
+    return (support.values >= 0).any(1).numpy()
