@@ -1,4 +1,4 @@
-# make demo | test | megatron-matrix | lint | bench | gpu | fuzz | clean
+# make demo | test | test-vllm | megatron-matrix | lint | bench | gpu | fuzz | clean
 #
 # Each target but clean first makes its own environment (tools/setup.sh): .venv, or the active
 # virtual environment. PYTHON=python3.12 names the Python that .venv is made from.
@@ -12,7 +12,7 @@ else
 RUN := $(or $(VIRTUAL_ENV),$(CURDIR)/.venv)/bin/python
 endif
 
-.PHONY: help setup demo test megatron-matrix lint bench gpu fuzz clean
+.PHONY: help setup demo test test-vllm megatron-matrix lint bench gpu fuzz clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -27,6 +27,9 @@ demo: setup
 
 test: setup
 	@tools/test.sh $(RUN) $(ARGS)
+
+test-vllm: setup
+	@tools/vllm.sh test $(ARGS)
 
 megatron-matrix: setup
 	@tools/megatron_matrix.sh $(RUN) $(ARGS)
