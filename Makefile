@@ -1,4 +1,4 @@
-# make demo | test | test-vllm | megatron-matrix | lint | bench | gpu | fuzz | clean
+# make demo | test | test-vllm | megatron-matrix | lint | bench | gpu | gpu-multi | fuzz | clean
 #
 # Each target but clean first makes its own environment (tools/setup.sh): .venv, or the active
 # virtual environment. PYTHON=python3.12 names the Python that .venv is made from.
@@ -12,7 +12,7 @@ else
 RUN := $(or $(VIRTUAL_ENV),$(CURDIR)/.venv)/bin/python
 endif
 
-.PHONY: help setup demo test test-vllm megatron-matrix lint bench gpu fuzz clean
+.PHONY: help setup demo test test-vllm megatron-matrix lint bench gpu gpu-multi fuzz clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -44,6 +44,9 @@ bench: setup
 
 gpu: setup
 	@tools/gpu.sh $(RUN) all $(ARGS)
+
+gpu-multi: setup
+	@tools/gpu_multi.sh $(RUN) $(ARGS)
 
 fuzz: setup
 	@tests/fuzz/run.sh $(or $(SECONDS),60) $(RUN) $(ARGS)

@@ -11,13 +11,19 @@ import torch
 ROOT = Path(__file__).parents[1]
 
 
-def results_of_ranks(module: str, num_ranks: int, folder: Path) -> list[Any]:
-    """What each rank saved as ``folder / rankR.pt``; a rank that fails shows its errors."""
+def results_of_ranks(module: str, num_ranks: int, folder: Path, *, gpus: bool = False) -> list[Any]:
+    """What each rank saved as ``folder / rankR.pt``; a rank that fails shows its errors.
+
+    ``gpus``: the processes see this one's GPUs; else none. Each finds ``num_ranks`` in WORLD_SIZE.
+    """
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "WORLD_SIZE": str(num_ranks)}
+    if not gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     processes = [
         subprocess.Popen(
             [sys.executable, module, str(rank), str(folder)],
-            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+            env=environment,
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -427,3 +427,53 @@ GPU_CASES = {
         Case("gpu-one-rank-bf16-full", world=1, dtype="bf16", recompute="full", timeout_s=300),
     )
 }
+
+#: one GPU a rank, over NCCL. Of the cases above at least one of each parallelism, kind of model,
+#: recompute, loss and optimizer, and what needs four GPUs
+_ON_NCCL = (
+    *("tp2-sp-none", "tp2-sp-full", "tp2-sp-moe", "tp2-sp-thd-full", "tp2-sp-bf16-full"),
+    *("tp2-sp-allgather-moe", "tp2-sp-aux-and-z-loss-full", "tp2-sp-mtp-full"),
+    *("ep2-none", "ep2-full", "ep2-moe", "ep2-allgather-full", "ep2-bf16-full", "ep2-mtp2-moe"),
+    *("ep2-aux-and-z-loss-none", "ep2-distributed-optimizer-moe"),
+    *("pp2-none", "pp2-full", "pp2-dynamic-thd-moe", "pp2-uneven-full", "pp2-rounds-full"),
+    *("pp2-mtp-full", "pp2-vpp2-none", "pp2-vpp2-full", "pp2-vpp2-bf16-moe", "pp2-vpp4-block"),
+    *("pp2-vpp2-chunk-without-router", "pp2-vpp2-overlap-full", "hybrid-pp2-vpp2-full"),
+    *("cp2-thd-full", "cp2-bshd-full", "cp2-thd-bf16-moe", "cp2-contiguous-thd-full"),
+    *("cp2-thd-aux-loss-full", "cp2-thd-distributed-optimizer-full", "hybrid-cp2-thd-moe"),
+    *("hybrid-tp2-sp-moe", "dp2-overlapped-distributed-optimizer-full"),
+    *("dp2-bf16-distributed-optimizer-full",),
+    *("tp2-pp2-vpp2-full", "cp2-tp2-thd-full", "pp2-vpp2-ep2-moe", "tp2-ep4-etp1-moe"),
+    *("pp2-vpp2-cp2-thd-full", "cp2-ep4-full"),
+)
+NCCL_CASES = {name: CASES[name] for name in _ON_NCCL} | {
+    case.name: case
+    for case in (
+        Case("pp2-bf16-full", pp=2, microbatches=4, dtype="bf16", recompute="full"),
+        Case("tp2-pp2-full", world=4, tp=2, pp=2, microbatches=4, recompute="full"),
+        Case(
+            "tp2-pp2-bf16-full", world=4, tp=2, pp=2, microbatches=4, dtype="bf16", recompute="full"
+        ),
+        Case("ep4-full", world=4, ep=4, recompute="full", dummy="spread"),
+        Case("ep4-bf16-moe", world=4, ep=4, dtype="bf16", recompute="moe", dummy="spread"),
+        Case(
+            "cp2-tp2-thd-bf16-full",
+            world=4,
+            cp=2,
+            tp=2,
+            format="thd",
+            dtype="bf16",
+            recompute="full",
+        ),
+        Case(
+            "pp2-vpp2-ep2-bf16-moe",
+            world=4,
+            pp=2,
+            vpp=2,
+            ep=2,
+            num_layers=4,
+            microbatches=4,
+            dtype="bf16",
+            recompute="moe",
+        ),
+    )
+}

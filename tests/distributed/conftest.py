@@ -39,7 +39,18 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 def gpu_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     """Ranks that share one GPU over gloo."""
     _find_megatron()
-    ranks = RankPool(tmp_path_factory.mktemp("gpu-ranks"), gpu=True)
+    ranks = RankPool(tmp_path_factory.mktemp("gpu-ranks"), place="one gpu")
+    try:
+        yield ranks
+    finally:
+        ranks.end()
+
+
+@pytest.fixture(scope="session")
+def nccl_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Ranks with a GPU each, over NCCL."""
+    _find_megatron()
+    ranks = RankPool(tmp_path_factory.mktemp("nccl-ranks"), place="gpus")
     try:
         yield ranks
     finally:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 START_S = 240.0  # importing Megatron on a busy machine; not part of a case's time
 GRACE_S = 2.0  # for the other ranks, once one has failed
@@ -37,12 +37,18 @@ def megatron_version() -> tuple[int, ...]:
 class RankPool:
     """Args:
     folder: for rendezvous files, results and what the ranks print.
-    gpu: all ranks compute on the first GPU that this process sees; else on the CPU.
+    place: where the ranks compute: "cpu", over gloo; "one gpu", all on the first that this process
+        sees, over gloo; "gpus", each on its own, over NCCL.
     """
 
-    def __init__(self, folder: Path, *, gpu: bool = False) -> None:
+    def __init__(self, folder: Path, *, place: Literal["cpu", "one gpu", "gpus"] = "cpu") -> None:
         self._folder = folder
-        self._environment = {**os.environ} if gpu else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        self._environment = {**os.environ}
+        if place == "cpu":
+            self._environment["CUDA_VISIBLE_DEVICES"] = ""
+        elif place == "gpus":
+            # Megatron asks for one connection where tensor-parallel ranks share a sequence
+            self._environment |= {"PACKHORSE_TEST_NCCL": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         self._ranks: list[subprocess.Popen] = []
         self._run = self._started_at = 0
 

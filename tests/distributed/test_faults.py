@@ -7,9 +7,11 @@ the pool's time, so that a rank left in a collective fails its test.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
+from tests.distributed.case import Case
 from tests.distributed.cases import CASES
 from tests.distributed.checks import check
 from tests.distributed.faults import GROUP_TIMEOUT_S
@@ -56,21 +58,30 @@ def test_all_ranks_refuse_before_the_first_forward_and_the_next_schedule_is_righ
 ):
     case = CASES[name]
     results, ended = run(pool, name, scenario)
+    if message is None:  # every rank sees it by itself
+        assert all(end["calls"] == 0 for end in ended)
+        assert all(end["error"].startswith("ValueError: ReplaySession.schedule: ") for end in ended)
+    else:
+        found = assert_refused_together(ended, case)
+        assert re.search(message, found), found
+    check(case, results)
+
+
+def assert_refused_together(ended: list[dict[str, Any]], case: Case) -> str:
+    """Before the first forward the last rank raised and the others name it; returns its error."""
     *others, last = ended
     for end in ended:
         assert end["calls"] == 0
-    if message is None:  # every rank sees it by itself
-        assert all(end["error"].startswith("ValueError: ReplaySession.schedule: ") for end in ended)
-    else:
-        assert last["error"].startswith("ValueError: ReplaySession")
-        (found,) = {end["error"].split(": ValueError: ")[-1] for end in others}
-        assert last["error"] == f"ValueError: {found}"
-        assert re.search(message, found), found
-        for end in others:
-            assert end["error"].startswith(
-                f"RuntimeError: ReplaySession.schedule: rank {case.world - 1} failed: ValueError: "
-            )
-    check(case, results)
+        assert end["objects_left"] == []
+        assert not end["shim_left"]
+    assert last["error"].startswith("ValueError: ReplaySession")
+    (found,) = {end["error"].split(": ValueError: ")[-1] for end in others}
+    assert last["error"] == f"ValueError: {found}"
+    for end in others:
+        assert end["error"].startswith(
+            f"RuntimeError: ReplaySession.schedule: rank {case.world - 1} failed: ValueError: "
+        )
+    return found
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@
 Reads a line of JSON a case from its standard input,
 {"case": name, "run": number, "fault": null, "scenario": null}, joins the other ranks through a
 file, and leaves FOLDER/RUN-RANK.pkl: what its routers did and how far losses and gradients are from
-one rank's, or the traceback. Ends when its input does. Computes on the GPU that it sees, if any.
+one rank's, or the traceback. Ends when its input does. Computes on the GPU that it sees, if any;
+with PACKHORSE_TEST_NCCL=1 on the GPU of its rank, over NCCL.
 
 A fault is for the tests of the tests, and the last rank's only: "raise" and "hang" in the first
 training schedule, "row" gives one slot of one layer another microbatch's route, "mask" counts pads,
@@ -43,7 +44,7 @@ from tests.distributed.case import (
     layout_arguments,
     trajectories,
 )
-from tests.distributed.cases import CASES, GPU_CASES
+from tests.distributed.cases import CASES, GPU_CASES, NCCL_CASES
 from tests.distributed.faults import bypass, run_scenario
 from tests.distributed.log import RouteLog
 from tests.distributed.models import (
@@ -446,9 +447,12 @@ def reduce_gradients_one_by_one() -> None:
 
 
 def serve(rank: int, world: int, folder: Path) -> None:
+    backend = "nccl" if os.environ.get("PACKHORSE_TEST_NCCL") == "1" else "gloo"
     torch.set_num_threads(1)
     install_cpu_shims()
-    if DEVICE.type == "cuda":
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    elif DEVICE.type == "cuda":
         reduce_gradients_one_by_one()
     (folder / f"ready-{os.getpid()}").touch()
     for line in sys.stdin:
@@ -456,10 +460,10 @@ def serve(rank: int, world: int, folder: Path) -> None:
         run = asked["run"]
         fault = asked["fault"] if rank == world - 1 else None
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store-{run}", rank=rank, world_size=world
+            backend, init_method=f"file://{folder}/store-{run}", rank=rank, world_size=world
         )
         try:
-            case = (CASES | GPU_CASES)[asked["case"]]
+            case = (CASES | GPU_CASES | NCCL_CASES)[asked["case"]]
             if asked["scenario"]:
                 store = f"file://{folder}/store-{run}-again"
                 made = run_scenario(asked["scenario"], case, rank == world - 1, store)
