@@ -193,13 +193,16 @@ class Trainer:
         self.setup, self.mode = setup, mode
         self.model, self.config = build_model(folder)
         self.optimizer = build_optimizer(self.model, lr)
-        self.session = ReplaySession(
-            self.model,
-            captured_layers=CapturedLayers.decoder(setup.sizes.num_layers),
-            sample_routes_every=SAMPLE_ROUTES_EVERY,
+        layers = CapturedLayers.decoder(setup.sizes.num_layers)
+        # the steps' number says which are sampled, whenever a run began
+        self.sampled_session = ReplaySession(
+            self.model, captured_layers=layers, sample_routes_every=1
         )
+        self.plain_session = ReplaySession(self.model, captured_layers=layers)
 
-    def step(self, trajectories: Sequence[Trajectory], advantages: np.ndarray) -> dict[str, Any]:
+    def step(
+        self, number: int, trajectories: Sequence[Trajectory], advantages: np.ndarray
+    ) -> dict[str, Any]:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         output = generator_output(trajectories) | {"advantages": advantages}
@@ -212,6 +215,8 @@ class Trainer:
         microbatches = [
             Microbatch.of(part, self.device, replays_routes) for part in plan.split(batch)
         ]
+        sampled = number % SAMPLE_ROUTES_EVERY == 0
+        self.session = self.sampled_session if sampled else self.plain_session
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         with self.session.schedule([m.replay for m in microbatches]):
@@ -396,7 +401,7 @@ def one_step(trainer: Trainer, rollout: Any, seed: int, step: int) -> dict[str, 
     rewards = np.array(
         [reward(t.response_ids, answer) for t, answer in zip(trajectories, answers, strict=True)]
     )
-    line = trainer.step(trajectories, group_advantages(rewards, setup.samples))
+    line = trainer.step(step, trajectories, group_advantages(rewards, setup.samples))
     return {
         "reward": float(rewards.mean()),
         "exact": float((rewards == 1.0).mean()),
