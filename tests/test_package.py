@@ -32,8 +32,8 @@ OPTIONAL = {
     "megatron": {
         "replay/compare.py", "replay/cpu_megatron.py", "replay/demo.py",
         "replay/demo_model.py", "replay/demo_parallel.py", "replay/expert_bias.py",
-        "replay/layout_megatron.py", "replay/megatron.py", "replay/packed_attention.py", "replay/scoring_megatron.py",
-        "replay/router_replay.py", "replay/routers.py",
+        "replay/layout_megatron.py", "replay/megatron.py", "replay/packed_attention.py",
+        "replay/router_replay.py", "replay/routers.py", "replay/scoring_megatron.py",
     },
     "vllm": {"replay/vllm.py"},
     "ray": {"packed/transport.py"},
