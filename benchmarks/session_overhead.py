@@ -219,7 +219,7 @@ def measure_overhead(
     training: bool,
     meet: Callable[[], object] = wait,
 ) -> dict[str, float]:
-    """The figures of "overhead"; ``meet`` runs before each schedule, so that ranks begin together."""
+    """The figures of "overhead". ``meet`` runs before each schedule: ranks begin it together."""
     session = ReplaySession(stack, captured_layers=CapturedLayers.decoder(len(stack.routers)))
     check(stack, session, microbatches[0])
     layout = microbatches[0].layout

@@ -448,6 +448,7 @@ _ON_NCCL = (
 NCCL_CASES = {name: CASES[name] for name in _ON_NCCL} | {
     case.name: case
     for case in (
+        Case("one-rank-nccl-full", world=1, recompute="full"),
         Case("pp2-bf16-full", pp=2, microbatches=4, dtype="bf16", recompute="full"),
         Case("tp2-pp2-full", world=4, tp=2, pp=2, microbatches=4, recompute="full"),
         Case(

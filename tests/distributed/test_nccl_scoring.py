@@ -1,6 +1,6 @@
 """Scoring with the vocabulary sharded over GPUs, and ``restore`` over CP, over NCCL.
 
-The tests run this file as a program on two and on four GPUs; each process scores with its shard
+The tests run this file as a program on one, two and four GPUs; each process scores with its shard
 alone and leaves what it got. Oracles: full logits in float64 on one GPU for the scores and their
 gradients, one rank with the whole weight for rounding, ``tests/oracle.py`` for ``restore``.
 """
@@ -130,7 +130,7 @@ def weights_of(restored: Tensor) -> Tensor:
     return torch.arange(1, 1 + restored.numel(), device=restored.device).view(restored.shape)
 
 
-@pytest.fixture(scope="module", params=(2, 4))
+@pytest.fixture(scope="module", params=(1, 2, 4))
 def ranks(request, tmp_path_factory) -> list[dict[str, Any]]:
     world = request.param
     found = torch.cuda.device_count()
