@@ -3,7 +3,7 @@
 #
 #   the active virtual environment, else .venv, made here from the first Python 3.10 .. 3.13 found
 #   torch (the CPU build where there is no NVIDIA driver), triton where torch brought none,
-#   requirements-dev.txt, tensordict, megatron-core twice, and this package
+#   requirements-dev.txt, tensordict, megatron-core twice, transformers, and this package
 #
 # What an active environment holds of torch, triton and megatron-core is kept as it is.
 # A second run finds its stamp and ends at once. PYTHON=... names the Python that .venv is made from.
@@ -24,7 +24,7 @@ stamp=$env/packhorse-setup.stamp
 log=$env/packhorse-setup.log
 
 key() {
-    cat requirements-dev.txt pyproject.toml setup.py tools/setup.sh | "$python" -c '
+    cat requirements-*.txt pyproject.toml setup.py tools/setup.sh | "$python" -c '
 import hashlib, sys
 print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest(), sys.version.split()[0], sys.argv[1])
 ' "$PWD"
@@ -148,6 +148,12 @@ fi
 if [ "$MEGATRON" != "$MEGATRON_OLD" ] && [ ! -d "$env/megatron/$MEGATRON_OLD/megatron" ]; then
     step "megatron-core $MEGATRON_OLD, in a folder of its own" \
         install_megatron "$MEGATRON_OLD" --target "$env/megatron/$MEGATRON_OLD"
+fi
+if ! cmp -s requirements-transformers.txt "$env/transformers/requirements.txt"; then
+    rm -rf "$env/transformers"
+    step "transformers, in a folder of its own" \
+        pip_install --no-deps --target "$env/transformers" -r requirements-transformers.txt
+    cp requirements-transformers.txt "$env/transformers/requirements.txt"
 fi
 step "packhorse, editable" pip_install --no-deps --no-build-isolation --editable .
 key >"$stamp"
