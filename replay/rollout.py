@@ -375,6 +375,8 @@ def _checked_support(
     np.add.at(mass, of_candidates, np.exp(given.logprobs.astype(np.float64)))
     if support is not None:
         _check_members(name, rows, given, of_candidates)
+        some = np.diff(given.row_offsets) < np.diff(rows.row_offsets)
+        mass[some] = np.nan  # of all members it is not known
         return rows, status, mass
     if logprobs is not None:  # a sampled id that was not among the candidates, with its own
         own = reply.added & (logprobs > LOGPROB_FLOOR)
@@ -405,12 +407,16 @@ def _check_cut(
     where: str, rows: SupportRows, status: np.ndarray, mass: np.ndarray, on_cut: str
 ) -> None:
     cut = status == SupportStatus.CUT
-    above = mass > 1 + MASS_TOLERANCE  # False for NaN
-    if above.any():
-        token = int(np.argmax(above))
+    # False for NaN; a whole row sums to 1 unless its logprobs are of another distribution
+    wrong = (mass > 1 + MASS_TOLERANCE) | (
+        (mass < 1 - MASS_TOLERANCE) & (status == SupportStatus.WHOLE)
+    )
+    if wrong.any():
+        token = int(np.argmax(wrong))
         raise ValueError(
-            f"{where}, token {token}: the probabilities of the candidates sum to"
-            f" {mass[token]:.4f}, above 1"
+            f"{where}, token {token}: the probabilities of all its candidates sum to"
+            f" {mass[token]:.4f}; the logprobs are not those that were sampled from"
+            " (logprobs_mode='processed_logprobs')"
         )
     if on_cut == "refuse" and cut.any():
         token = int(np.argmax(cut))

@@ -223,6 +223,10 @@ def test_a_mask_is_whole_whatever_number_of_candidates_stands_beside_it():
     candidates = np.array([[8, 4], [9, 1]]), np.array([[LOG[0], LOG[1]], [0.0, INF]])
     rollout = make_rollout(PROMPT, RESPONSE, support=[[2, 4, 8], [9]], candidates=candidates)
     assert rollout.support_status.tolist() == [SupportStatus.WHOLE] * 2
+    assert math.isnan(rollout.support_mass[0])  # id 2 has no logprob
+    assert rollout.support_mass[1] == 1
+    with pytest.raises(ValueError, match=r"token 0: the probabilities of all its .* sum to 0\.8"):
+        make_rollout(PROMPT, RESPONSE, support=[[4, 8], [9]], candidates=candidates)
     with pytest.raises(ValueError, match="token 0: candidate 4 with"):
         make_rollout(PROMPT, RESPONSE, support=[[2, 8], [9]], candidates=candidates)
 
@@ -234,7 +238,10 @@ WRONG = [
     ({"support": [[8, 12], [9]], "model": EngineModel(vocab_size=12)}, "below vocab_size=12"),
     ({"support": SupportRows(ids([8]), ids([0, 2]))}, "row_offsets must rise"),
     ({"candidates": (ids([[8], [9]]), ids([[0.0], [0.1]]))}, r"token 1: logprob 0\.1.* positive"),
-    ({"candidates": (ids([[8, 1], [9, 1]]), np.full((2, 2), -0.1))}, r"to 1\.8097, above 1"),
+    (
+        {"candidates": (ids([[8, 1], [9, 1]]), np.full((2, 2), -0.1))},
+        r"sum to 1\.8097; the logprobs are not",
+    ),
     ({"candidates": (ids([[8]]), ids([[0.0]]))}, "has 1 rows for 2 response tokens"),
     ({"candidates": (ids([8, 9]), np.zeros(2))}, r"ids must be \[R, C\]"),
     ({"candidates": (ids([[8], [9]]), np.zeros((2, 2)))}, r"logprobs are \(2, 2\)"),
