@@ -151,7 +151,7 @@ def _split(function: str, body: Any) -> tuple[list[bytes], list[Outgoing]]:
     arrays: list[Outgoing] = []
     hole = _new_hole()
     try:
-        text = _dump(function, _without_arrays(function, body, "", hole, arrays))
+        text = dump_json(function, _without_arrays(function, body, "", hole, arrays))
     except RecursionError:
         raise ValueError(f"{function}: body is nested too deeply") from None
     if not arrays:
@@ -183,7 +183,7 @@ def _without_arrays(
         if _SCALARS.issuperset(map(type, value.values())):
             return value
         return {
-            key: _without_arrays(function, item, f"{place}/{_escaped(key)}", hole, arrays)
+            key: _without_arrays(function, item, f"{place}/{escaped(key)}", hole, arrays)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
@@ -201,7 +201,7 @@ def _without_arrays(
     raise TypeError(f"{function}: {place} is {type(value).__name__}, which JSON does not hold")
 
 
-def _escaped(key: str) -> str:
+def escaped(key: str) -> str:
     """A token of a JSON pointer, RFC 6901."""
     return key.replace("~", "~0").replace("/", "~1")
 
@@ -244,13 +244,13 @@ def decode_json(body: Buffer, *, limits: WireLimits = _DEFAULT) -> Any:
     if _OURS.search(view) is None:
         _check_json_size(name, len(view), limits)
         try:
-            return _load(bytes(view))
+            return load_json(bytes(view))
         except (ValueError, RecursionError) as error:
             damaged(name, f"the body is not JSON: {str(error)[:80]}")
     found = _find_envelopes(name, view, limits)
     text = _sealed_text(name, view, found, limits)
     try:
-        tree = _load(text)
+        tree = load_json(text)
     except (ValueError, RecursionError) as error:
         malformed(name, f"the body is not JSON: {str(error)[:80]}")
     for (holder, key), envelope in zip(_places(name, tree, found), found, strict=True):
@@ -349,7 +349,7 @@ def _places(function: str, tree: Any, found: list[_Found]) -> list[tuple[Any, An
         for key, item in list(holder.items()) if type(holder) is dict else enumerate(holder):
             if type(item) not in _CONTAINERS:
                 continue
-            inner = f"{place}/{_escaped(key) if type(key) is str else key}"
+            inner = f"{place}/{escaped(key) if type(key) is str else key}"
             if type(item) is list or KEY not in item:
                 visit(item, inner)
                 continue
@@ -472,18 +472,20 @@ def _orjson() -> Any:
     return orjson
 
 
-def _load(text: bytes) -> Any:
+def load_json(text: Buffer) -> Any:
+    """Any JSON; a ValueError or RecursionError where it is none."""
     module = _orjson()
     if module is not None:
         return module.loads(text)
-    return json.loads(text, parse_constant=_no_constant)
+    return json.loads(bytes(text), parse_constant=_no_constant)
 
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _dump(function: str, tree: Any) -> bytes:
+def dump_json(function: str, tree: Any) -> bytes:
+    """JSON of a tree without arrays; a float that is not finite becomes null."""
     module = _orjson()
     try:
         if module is not None:

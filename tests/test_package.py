@@ -44,6 +44,7 @@ OPTIONAL = {
     "xxhash": {"packed/wire_format.py"},
     "pybase64": {"packed/wire_base64.py"},
     "orjson": {"packed/wire_json.py"},
+    "aiohttp": {"replay/client_http.py", "replay/proxy.py"},
 }  # fmt: skip
 READS_SWITCH = re.compile(r"(?:environ|getenv).{0,9}[\"'](PACKHORSE_\w+)")
 
