@@ -76,7 +76,8 @@ from packhorse import (
 
 MODES = ("off", "routes", "support", "both")
 CLIP = 0.2
-WRONG = 0.5  # of the digits of a spoilt answer are drawn anew
+LEARNT = 0.02
+WRONG = 0.7  # of the digits of a spoilt answer are drawn anew
 SAMPLE_ROUTES_EVERY = 10
 
 
@@ -88,8 +89,8 @@ class Setup:
     prompts: int  # a step
     samples: int  # of each prompt
     max_tokens: int  # of a microbatch, padded
-    warmup_steps: int
-    wrong_steps: int  # of the warm-up, the last ones: on answers of which digits are wrong
+    warmup_steps: int  # on right answers, at most; fewer once the loss is below ``LEARNT``
+    wrong_steps: int  # after them, on answers with wrong digits
     warmup_lr: float
     steps: int
     lr: float
@@ -102,8 +103,8 @@ FULL = Setup(
         vocab_size=32, hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32,
         num_experts=16, topk=2, moe_intermediate_size=64,
     ),
-    task="sums", digits=8, prompts=16, samples=8, max_tokens=2048, warmup_steps=480, wrong_steps=80,
-    warmup_lr=1e-3, steps=160, lr=3e-4, sampling=Sampling(top_k=10, top_p=0.8, max_tokens=9),
+    task="sums", digits=8, prompts=16, samples=8, max_tokens=2048, warmup_steps=600, wrong_steps=60,
+    warmup_lr=1e-3, steps=140, lr=5e-5, sampling=Sampling(top_k=10, top_p=0.8, max_tokens=9),
     save_every=20,
 )  # fmt: skip
 SHORT = Setup(
@@ -111,7 +112,7 @@ SHORT = Setup(
         vocab_size=32, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
         num_experts=8, topk=2, moe_intermediate_size=32,
     ),
-    task="copy", digits=6, prompts=8, samples=8, max_tokens=512, warmup_steps=170, wrong_steps=30,
+    task="copy", digits=6, prompts=8, samples=8, max_tokens=512, warmup_steps=200, wrong_steps=20,
     warmup_lr=3e-3, steps=12, lr=1e-3, sampling=Sampling(top_k=10, top_p=0.8, max_tokens=7),
     save_every=4,
 )  # fmt: skip
@@ -331,15 +332,19 @@ def warm_up(folder: Path, setup: Setup, seed: int) -> Path:
         return folder / "warm"
     write_folder(folder / "first", setup.sizes, first_weights(setup.sizes, seed))
     trainer = Trainer(folder / "first", setup, "off", setup.warmup_lr)
-    begin = time.monotonic()
-    for step in range(setup.warmup_steps):
+    begin, learnt_at = time.monotonic(), setup.warmup_steps
+    for step in range(setup.warmup_steps + setup.wrong_steps):
         rng = np.random.default_rng([seed, 0, step])
         prompts, answers = draw_prompts(setup, setup.prompts * setup.samples, rng)
-        if step >= setup.warmup_steps - setup.wrong_steps:
+        if step >= learnt_at:
             answers = spoil(answers, rng)
         loss = trainer.warm_up_step(prompts, answers)
-        if (step + 1) % 50 == 0:
+        if loss < LEARNT:
+            learnt_at = min(learnt_at, step + 1)
+        if (step + 1) % 50 == 0 or step + 1 == learnt_at:
             say(f"warm-up {step + 1}: loss {loss:.3f}, {time.monotonic() - begin:.1f} s")
+        if step + 1 == learnt_at + setup.wrong_steps:
+            break
     made = folder / f"warm.{os.getpid()}"
     write_folder(made, setup.sizes, dict(named_weights(trainer.model, trainer.config)))
     if not (folder / "warm").exists():
@@ -358,7 +363,7 @@ def run(out: Path, setup: Setup, mode: str, seed: int, until: float) -> int:
     rollout = TransformersRollout(start, setup.sizes, setup.sampling)
     done, lines = 0, []
     if saved_path.exists():
-        saved = torch.load(saved_path, map_location=trainer.device, weights_only=False)
+        saved = torch.load(saved_path, map_location="cpu", weights_only=False)
         trainer.load_state(saved["trainer"])
         done = saved["steps"]
         lines = lines_path.read_text(encoding="utf-8").splitlines()[:done]

@@ -131,14 +131,14 @@ def main() -> None:
         text = "".join(json.dumps(run) + "\n" for run in gather(args.gather))
         args.lines.write_text(text, encoding="utf-8")
     runs = read_runs(args.lines)
-    if args.out:
-        draw(runs, args.out)
     steps = min(len(run["reward"]) for run in runs)
     for name, part in (
         ("first ten steps", slice(0, 10)),
         (f"steps {steps // 2} to {steps - 1}", slice(steps // 2, steps)),
     ):
         print(f"\n{name}\n" + "\n".join(table(runs, part)))  # noqa: T201
+    if args.out:
+        draw(runs, args.out)
 
 
 if __name__ == "__main__":
