@@ -1,4 +1,4 @@
-"""``python -m packhorse demo | doctor | warmup``."""
+"""``python -m packhorse demo | capture | doctor | warmup``."""
 
 import argparse
 import os
@@ -14,6 +14,7 @@ EXIT_REFUSED = 2
 
 COMMANDS = {
     "demo": "replay a rollout that vLLM sampled through a Megatron model, without and with replay",
+    "capture": "sample from vLLM with routes and support, into a file that the demo replays",
     "doctor": "what is installed, what runs here, and what is missing for what",
     "warmup": "compile what a training run will launch, before its first step",
 }
@@ -50,6 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             warmup.add_arguments(parser)
             return warmup.run(parser.parse_args(given[1:]))
+        if command == "capture":
+            from packhorse.replay import capture_cli
+
+            capture_cli.add_arguments(parser)
+            parser.set_defaults(given=given[1:])
+            return capture_cli.run(parser.parse_args(given[1:]))
         from packhorse.replay import demo
 
         demo.add_arguments(parser)

@@ -1,4 +1,4 @@
-"""Trajectories that an engine sampled, read from one ``.npz`` file and checked whole.
+"""Trajectories that an engine sampled, read from one file and checked whole.
 
     capture = Capture.load("rollout.npz", num_experts=128, vocab_size=151936)
 
@@ -34,6 +34,7 @@ from packhorse.packed.collate import (
     pack_support,
 )
 from packhorse.packed.tensor import PackedTensor
+from packhorse.replay.capture_save import CAPTURE_VERSION, META_KEY
 from packhorse.replay.checkpoint import shown
 
 #: Fields that every capture has: name -> number of dimensions.
@@ -124,7 +125,7 @@ class Capture:
         """Read and check a capture.
 
         Args:
-            path: an ``.npz`` file with the fields of docs/capture.md.
+            path: an ``.npz`` file, or a ``.safetensors`` one, with the fields of docs/capture.md.
             num_experts, vocab_size: of the model. By default those of ``model_config`` in the
                 file's ``meta``.
             num_layers, topk: of the model: the file must have as many. By default the file's own.
@@ -146,7 +147,8 @@ class Capture:
         meta = _meta(fail, fields)
         model = meta.get("model_config", {})
         if num_experts is None:
-            num_experts = model.get("num_experts", model.get("num_local_experts"))
+            names = ("num_experts", "num_local_experts", "n_routed_experts")
+            num_experts = next((model[key] for key in names if key in model), None)
         if vocab_size is None:
             vocab_size = model.get("vocab_size")
         experts = _count(fail, "num_experts", num_experts)
@@ -230,6 +232,8 @@ def _without_function(error: Exception) -> str:
 def _read(path: Path) -> dict[str, np.ndarray]:
     """The fields that are read here, each with the size its header and the archive agree on."""
     fail = _Failure(path)
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path, fail)
     # zipfile, zlib, tokenize and numpy raise what they like for broken bytes, and warn
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -258,6 +262,27 @@ def _read(path: Path) -> dict[str, np.ndarray]:
                     fields[name] = _read_field(archive, members[name], file_bytes)
                 except Exception as error:
                     raise fail(f"field {name} cannot be read ({_first_line(error)})") from error
+    return fields
+
+
+def _read_safetensors(path: Path, fail: _Failure) -> dict[str, np.ndarray]:
+    """The same of a safetensors file, whose reader holds its header to its size."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as archive:
+            names = set(archive.keys())
+            missing = [name for name in REQUIRED if name not in names]
+            if missing:
+                raise fail(f"field {missing[0]} is missing")
+            fields = {
+                name: archive.get_tensor(name) for name in (*REQUIRED, *OPTIONAL) if name in names
+            }
+            text = (archive.metadata() or {}).get(META_KEY)
+    except (OSError, SafetensorError) as error:
+        raise fail(f"truncated, or no safetensors file ({_first_line(error)})") from error
+    if text is not None:
+        fields["meta"] = np.array(text)
     return fields
 
 
@@ -301,6 +326,11 @@ def _meta(fail: _Failure, fields: dict[str, np.ndarray]) -> dict[str, Any]:
         raise fail(f"meta is not JSON ({_first_line(error)})") from error
     if not isinstance(meta, dict) or not isinstance(meta.get("model_config", {}), dict):
         raise fail("meta and its model_config must be JSON objects")
+    version = meta.get("capture_version", 0)
+    if type(version) is not int or not 0 <= version <= CAPTURE_VERSION:
+        raise fail(
+            f"capture_version is {shown(version)}; this packhorse reads up to {CAPTURE_VERSION}"
+        )
     return meta
 
 

@@ -70,7 +70,7 @@ class LayerReport:
                 bound = sink is not None
             elif hasattr(module, "capture_fn"):
                 bound = module.capture_fn is not None
-            elif hasattr(router, "capture_fn"):
+            elif router is not None and hasattr(router, "capture_fn"):
                 bound = router.capture_fn is not None
             else:
                 bound = None

@@ -35,9 +35,11 @@ OPTIONAL = {
         "replay/layout_megatron.py", "replay/megatron.py", "replay/packed_attention.py",
         "replay/router_replay.py", "replay/routers.py", "replay/scoring_megatron.py",
     },
-    "vllm": {"replay/vllm.py"},
+    "vllm": {"replay/vllm.py", "replay/capture_cli.py"},
     "ray": {"packed/transport.py"},
-    "safetensors": {"replay/checkpoint.py", "replay/tiny_moe.py"},
+    "safetensors": {
+        "replay/capture.py", "replay/capture_save.py", "replay/checkpoint.py", "replay/tiny_moe.py",
+    },
     "matplotlib": {"replay/demo_plot.py"},
     "tensordict": {"packed/batch_tensordict.py"},
     "nvtx": {"packhorse/_nvtx.py"},
@@ -228,6 +230,7 @@ def test_version_is_the_packages(capsys):
         (["doctor", "--cure"], "unrecognized arguments: --cure"),
         (["demo", "--break", "legs"], "invalid choice: 'legs'"),
         (["warmup", "--topk", "8"], "required: --captured-layers, --experts"),
+        (["capture", "--support", "guess"], "invalid choice: 'guess'"),
     ],
 )
 def test_an_unknown_command_or_option_is_refused(arguments, message, capsys):
