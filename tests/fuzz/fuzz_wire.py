@@ -1,4 +1,5 @@
-"""Coverage-guided fuzzing of both decoders of the wire, by atheris (libFuzzer).
+"""Coverage-guided fuzzing of both decoders of the wire, and of what reads and packs a server's
+replies (``fuzz_http``), by atheris (libFuzzer).
 
     tests/fuzz/run.sh [SECONDS]    60 by default; installs atheris where it is not there
 
@@ -16,10 +17,13 @@ import sys
 import tempfile
 import tracemalloc
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from tests.fuzz.fuzz_http import PACKED, http_seeds, try_http
 
 LIMIT_BYTES = 1 << 16
 PEAK_BYTES = 4 << 20  # a header and a body as Python has them, at most 30 times 64 KiB
@@ -105,6 +109,9 @@ def try_one(data: bytes) -> None:
         max_bytes=LIMIT_BYTES, max_fields=16, max_header_bytes=1 << 14, max_json_bytes=LIMIT_BYTES
     )
     kind, message = data[0], data[1:]
+    if kind & 16:
+        try_traced(lambda: try_http((kind >> 5) % 3, repaired_reply(kind, message)), len(message))
+        return
     in_json, repaired = bool(kind & 1), bool(kind & 2)
     if repaired:
         message = repaired_body(message) if in_json else repaired_frame(message)
@@ -135,6 +142,24 @@ def try_one(data: bytes) -> None:
         again = decode_frame(encode_frame(decoded.fields, last=decoded.last))
         assert again.last == decoded.last
         check_alike(again.fields, decoded.fields)
+
+
+def repaired_reply(kind: int, message: bytes) -> bytes:
+    """One of packed fields, with its checksums right where that is asked."""
+    if kind & 2 and (kind >> 5) % 3 == PACKED:
+        return repaired_body(message) if kind & 1 else repaired_frame(message)
+    return message
+
+
+def try_traced(call: Callable[[], None], num_bytes: int) -> None:
+    """The call, and no more memory than a few parsed copies of its input."""
+    if not tracemalloc.is_tracing():
+        tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    tracemalloc.reset_peak()
+    call()
+    peak = tracemalloc.get_traced_memory()[1] - before
+    assert peak < PEAK_BYTES + 100 * num_bytes, peak
 
 
 def check_error(error: Any) -> None:
@@ -185,20 +210,28 @@ def seeds() -> list[bytes]:
         encode_frame({"ids": ids}) + encode_frame({}),
     ]  # fmt: skip
     made = [bytes([kind]) + body for kind in (1, 3) for body in bodies]
-    return made + [bytes([kind]) + frame for kind in (0, 2, 4, 6, 10) for frame in frames]
+    made += [bytes([kind]) + frame for kind in (0, 2, 4, 6, 10) for frame in frames]
+    for kind, message in http_seeds():
+        ways = (0,)
+        if kind == PACKED:
+            ways = (0, 2) if message.startswith(b"\x89") else (1, 3)
+        made += [bytes([16 | kind << 5 | way]) + message for way in ways]
+    return made
 
 
 def main() -> None:
     import atheris
 
-    with atheris.instrument_imports(include=["packhorse.packed"]):
+    with atheris.instrument_imports(include=["packhorse.packed", "packhorse.replay"]):
         import packhorse.packed.wire
+        import packhorse.replay.middleware
+        import packhorse.replay.vllm_http
     assert packhorse.packed.wire
 
     with tempfile.TemporaryDirectory() as folder:
         for i, seed in enumerate(seeds()):
             Path(folder, f"seed{i}").write_bytes(seed)
-        atheris.Setup([*sys.argv, folder, "-max_len=4096", "-timeout=20"], try_one)
+        atheris.Setup([*sys.argv, folder, "-max_len=8192", "-timeout=20"], try_one)
         atheris.Fuzz()
 
 
