@@ -466,6 +466,9 @@ def run_processes(
     """How many failed; the output of each goes to OUT/NAME.log."""
     waiting, running, failed = list(work), {}, 0
     while waiting or running:
+        if waiting and time.monotonic() > until:
+            say(f"no time is left for {', '.join(name for name, _ in waiting)}")
+            waiting.clear()
         while waiting and len(running) < args.jobs:
             name, options = waiting.pop(0)
             minutes = max((until - time.monotonic()) / 60, 0.0)

@@ -131,6 +131,8 @@ def main() -> None:
         text = "".join(json.dumps(run) + "\n" for run in gather(args.gather))
         args.lines.write_text(text, encoding="utf-8")
     runs = read_runs(args.lines)
+    if not runs:
+        parser.error(f"{args.lines} holds no run")
     steps = min(len(run["reward"]) for run in runs)
     for name, part in (
         ("first ten steps", slice(0, 10)),
