@@ -97,7 +97,8 @@ case $what in
 install) install ;;
 test)
     install
-    exec "$python" -m pytest -q tests/vllm "$@"
+    export PACKHORSE_TEST_VLLM=$VLLM
+    exec "$python" -m pytest -q --confcutdir=tests/vllm tests/vllm "$@"
     ;;
 python)
     install
