@@ -13,6 +13,9 @@ is not read.
 
 A shard of the vocabulary holds rows from ``vocab_start`` on; ids of other shards have logit 0 here.
 
+Row t of ``columns`` is of token t, or of ``tokens[t]`` where that is given: the rows of a ragged
+support stand in an order of their own. A row of token -1 has no member.
+
 Sizes: T tokens, C candidates a row, H hidden size, V vocabulary, S slices of H, P = T C pairs.
 Contract: an entry of ``columns`` that names no row of this shard is never read through.
 """
@@ -44,18 +47,21 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def project_members_reference(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: Tensor, vocab_start: int
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    columns: Tensor,
+    vocab_start: int,
+    tokens: Tensor | None = None,
 ) -> Tensor:
     """[S, T, C] logits in parts, here one: 0 where the entry is no member of this shard."""
     rows, here = _local_rows(columns, vocab_start, weight.shape[0])
-    width = max(columns.shape[1], 1)
+    if tokens is None:
+        tokens = torch.arange(columns.shape[0], device=columns.device)
+    size = max(_PAIRS_AT_ONCE // max(columns.shape[1], 1), 1)
     chunks = []
-    for h, r in zip(
-        hidden.split(max(_PAIRS_AT_ONCE // width, 1)),
-        rows.split(max(_PAIRS_AT_ONCE // width, 1)),
-        strict=True,
-    ):
-        products = (_wide(weight[r]) * _wide(h)[:, None]).sum(2)
+    for t, r in zip(tokens.clamp(min=0).split(size), rows.split(size), strict=True):
+        products = (_wide(weight[r]) * _wide(hidden[t])[:, None]).sum(2)
         chunks.append(products if bias is None else products + _wide(bias)[r])
     return torch.where(here, torch.cat(chunks), 0.0)[None]
 
@@ -74,8 +80,23 @@ def grad_hidden_reference(
     return out.to(weight.dtype)
 
 
+def put_hidden_gradient_reference(
+    out: Tensor, grads: Tensor, weight: Tensor, columns: Tensor, vocab_start: int, tokens: Tensor
+) -> None:
+    """Writes ``grad_hidden_of_members`` to the rows ``tokens`` of ``out`` [T, H], each named once;
+    -1: to none."""
+    rows = grad_hidden_reference(grads, _wide(weight), columns, vocab_start)
+    named = tokens >= 0
+    out[tokens[named]] = rows[named].to(out.dtype)
+
+
 def add_weight_gradient_reference(
-    out: Tensor, grads: Tensor, hidden: Tensor, columns: Tensor, vocab_start: int
+    out: Tensor,
+    grads: Tensor,
+    hidden: Tensor,
+    columns: Tensor,
+    vocab_start: int,
+    tokens: Tensor | None = None,
 ) -> None:
     """Adds to ``out`` [V, H] in place; the sum of a row is rounded to its dtype once."""
     rows, here = _local_rows(columns, vocab_start, out.shape[0])
@@ -83,7 +104,8 @@ def add_weight_gradient_reference(
     sums = out if out.dtype == grads.dtype else torch.zeros_like(out, dtype=grads.dtype)
     for begin in range(0, token.numel(), _PAIRS_AT_ONCE):
         t, k = token[begin : begin + _PAIRS_AT_ONCE], c[begin : begin + _PAIRS_AT_ONCE]
-        sums.index_add_(0, rows[t, k], grads[t, k, None] * _wide(hidden[t]))
+        source = hidden[t if tokens is None else tokens[t]]
+        sums.index_add_(0, rows[t, k], grads[t, k, None] * _wide(source))
     if sums is not out:
         out += sums
 
@@ -103,6 +125,7 @@ def _project_members_kernel(
     weight_ptr,  # [V, H]
     bias_ptr,  # [V], or None
     columns_ptr,  # [T, C] int32
+    tokens_ptr,  # [T] int64, or None
     logits_ptr,  # [S, T, C] float32
     num_tokens,  # T
     width,  # C
@@ -120,7 +143,10 @@ def _project_members_kernel(
     hidden_size = num_units * VEC
     cols = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     in_row = cols < hidden_size
-    hidden_ptr += token * stride_hidden * VEC
+    if tokens_ptr is None:
+        hidden_ptr += token * stride_hidden * VEC
+    else:
+        hidden_ptr += tl.maximum(tl.load(tokens_ptr + token), 0) * stride_hidden * VEC
     if WHOLE:
         hidden = tl.load(hidden_ptr + cols).to(tl.float32)
     else:
@@ -156,6 +182,7 @@ def _grad_hidden_kernel(
     grads_ptr,  # [T, C] float32
     weight_ptr,  # [V, H]
     columns_ptr,  # [T, C] int32
+    tokens_ptr,  # [T] int64, or None
     out_ptr,  # [T, H]
     width,  # C
     num_units,  # H; it and the stride in units of VEC elements
@@ -188,10 +215,14 @@ def _grad_hidden_kernel(
         grad = tl.where(here, grad, 0.0)
         total += tl.sum(weight.to(tl.float32) * grad[:, None], axis=0)
     total = total.to(out_ptr.dtype.element_ty)
-    if WHOLE:
-        tl.store(out_ptr + token * hidden_size + cols, total)
+    if tokens_ptr is None:
+        if WHOLE:
+            tl.store(out_ptr + token * hidden_size + cols, total)
+        else:
+            tl.store(out_ptr + token * hidden_size + cols, total, mask=in_row)
     else:
-        tl.store(out_ptr + token * hidden_size + cols, total, mask=in_row)
+        place = tl.load(tokens_ptr + token)
+        tl.store(out_ptr + place * hidden_size + cols, total, mask=in_row & (place >= 0))
 
 
 @triton.jit(
@@ -204,7 +235,8 @@ def _grad_weight_kernel(
     hidden_ptr,  # [T, H]
     rows_ptr,  # [P] int32, ascending; num_rows: no pair of this shard
     pairs_ptr,  # [P] int64: which cell of [T, C] stands there
-    grads_ptr,  # [T, C] float32
+    tokens_ptr,  # [T] int64, or None
+    grads_ptr,  # [T, C] float32, float64 as hidden, out and parts
     out_ptr,  # [V, H]
     parts_ptr,  # [chunks, 2, H] float32: sums of rows that begin before a chunk, and go on after it
     num_pairs,  # P
@@ -227,12 +259,15 @@ def _grad_weight_kernel(
     after = tl.load(rows_ptr + end, mask=end < num_pairs, other=-1)
     row = tl.load(rows_ptr + place)
     parts_ptr += chunk.to(tl.int64) * 2 * hidden_size
-    total = tl.zeros([BLOCK_H], tl.float32)
+    total = tl.zeros([BLOCK_H], parts_ptr.dtype.element_ty)
     while (place < end) & (row < num_rows):
         pair = tl.load(pairs_ptr + place)
         grad = tl.load(grads_ptr + pair)
-        source = hidden_ptr + (pair // width) * stride_hidden * VEC + cols
-        total += grad * tl.load(source, mask=in_row, other=0.0).to(tl.float32)
+        token = pair // width
+        if tokens_ptr is not None:
+            token = tl.load(tokens_ptr + token)
+        source = hidden_ptr + token * stride_hidden * VEC + cols
+        total += grad * tl.load(source, mask=in_row, other=0.0).to(total.dtype)
         place += 1
         following = tl.load(rows_ptr + place, mask=place < end, other=num_rows)
         if following != row:
@@ -242,9 +277,9 @@ def _grad_weight_kernel(
                 tl.store(parts_ptr + hidden_size + cols, total, mask=in_row)
             else:
                 cells = out_ptr + row.to(tl.int64) * stride_out * VEC + cols
-                total += tl.load(cells, mask=in_row, other=0.0).to(tl.float32)
+                total += tl.load(cells, mask=in_row, other=0.0).to(total.dtype)
                 tl.store(cells, total.to(out_ptr.dtype.element_ty), mask=in_row)
-            total = tl.zeros([BLOCK_H], tl.float32)
+            total = tl.zeros([BLOCK_H], parts_ptr.dtype.element_ty)
             row = following
 
 
@@ -291,7 +326,7 @@ def _join_weight_parts_kernel(
                 wanted = (chunks < stop)[:, None] & in_row[None, :]
                 total += tl.sum(tl.load(parts_ptr + starts, mask=wanted, other=0.0), axis=0)
             cells = out_ptr + row.to(tl.int64) * stride_out * VEC + cols
-            total += tl.load(cells, mask=in_row, other=0.0).to(tl.float32)
+            total += tl.load(cells, mask=in_row, other=0.0).to(total.dtype)
             tl.store(cells, total.to(out_ptr.dtype.element_ty), mask=in_row)
 
 
@@ -302,7 +337,9 @@ _launch_join_weight_parts = Launcher(_join_weight_parts_kernel)
 
 _BLOCK_C, _BLOCK_H = 4, 512
 _CHUNK, _BLOCK_N, _WEIGHT_BLOCK_H = 64, 8, 256
-_PARTS_BYTES = 2048  # a token
+#: What partial sums may take: bytes a token, less those that sorted pairs take where a token has
+#: more than so many, so that both stay small beside the logits that are not made.
+_PARTS_BYTES, _PAIR_BYTES, _FREE_PAIRS = 2048, 24, 32
 
 
 def _slice(hidden_size: int) -> tuple[int, int]:
@@ -312,19 +349,24 @@ def _slice(hidden_size: int) -> tuple[int, int]:
 
 
 def _project_members_cuda(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: Tensor, vocab_start: int
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    columns: Tensor,
+    vocab_start: int,
+    tokens: Tensor | None = None,
 ) -> Tensor:
     num_tokens, width = columns.shape
     hidden_size = hidden.shape[1]
     if hidden.dtype == torch.float64 or columns.numel() == 0 or hidden_size == 0:
-        return project_members_reference(hidden, weight, bias, columns, vocab_start)
+        return project_members_reference(hidden, weight, bias, columns, vocab_start, tokens)
     block, num_slices = _slice(hidden_size)
     logits = hidden.new_empty((num_slices, num_tokens, width), dtype=torch.float32)
     vec = math.gcd(16 // hidden.itemsize, hidden_size, hidden.stride(0), weight.stride(0))
     _launch_project_members(
         (num_tokens, num_slices),
         (
-            hidden, weight, bias, columns, logits, num_tokens, width, hidden_size // vec,
+            hidden, weight, bias, columns, tokens, logits, num_tokens, width, hidden_size // vec,
             hidden.stride(0) // vec, weight.stride(0) // vec, vocab_start, weight.shape[0],
         ),
         (vec, hidden_size % block == 0, _BLOCK_C, block),
@@ -336,42 +378,86 @@ def _project_members_cuda(
 def _grad_hidden_of_members_cuda(
     grads: Tensor, weight: Tensor, columns: Tensor, vocab_start: int
 ) -> Tensor:
-    num_tokens, width = columns.shape
     hidden_size = weight.shape[1]
     if weight.dtype == torch.float64 or columns.numel() == 0 or hidden_size == 0:
         return grad_hidden_reference(grads, weight, columns, vocab_start)
+    out = weight.new_empty((columns.shape[0], hidden_size))
+    _write_grad_hidden(out, grads, weight, columns, vocab_start, None)
+    return out
+
+
+def _put_hidden_gradient_cuda(
+    out: Tensor, grads: Tensor, weight: Tensor, columns: Tensor, vocab_start: int, tokens: Tensor
+) -> None:
+    if columns.numel() == 0 or out.numel() == 0:
+        return
+    if weight.dtype == torch.float64:  # without reading which rows are named
+        rows = grad_hidden_reference(grads, weight, columns, vocab_start)
+        _scatter_named_rows(out, rows, tokens)
+        return
+    _write_grad_hidden(out, grads, weight, columns, vocab_start, tokens)
+
+
+def _scatter_named_rows(out: Tensor, rows: Tensor, tokens: Tensor) -> None:
+    """``out[tokens] = rows`` where a token is named; the others go to a row of their own."""
+    wider = torch.cat([out, out.new_zeros((1, out.shape[1]))])
+    wider[torch.where(tokens >= 0, tokens, out.shape[0])] = rows.to(out.dtype)
+    out.copy_(wider[:-1])
+
+
+def _write_grad_hidden(
+    out: Tensor,
+    grads: Tensor,
+    weight: Tensor,
+    columns: Tensor,
+    vocab_start: int,
+    tokens: Tensor | None,
+) -> None:
+    hidden_size = weight.shape[1]
     block, num_slices = _slice(hidden_size)
-    out = weight.new_empty((num_tokens, hidden_size))
     vec = math.gcd(16 // weight.itemsize, hidden_size, weight.stride(0))
     _launch_grad_hidden(
-        (num_tokens, num_slices),
+        (columns.shape[0], num_slices),
         (
-            grads, weight, columns, out, width, hidden_size // vec, weight.stride(0) // vec,
-            vocab_start, weight.shape[0],
+            grads, weight, columns, tokens, out, columns.shape[1], hidden_size // vec,
+            weight.stride(0) // vec, vocab_start, weight.shape[0],
         ),
         (vec, hidden_size % block == 0, _BLOCK_C, block),
         1,
     )  # fmt: skip
-    return out
+
+
+def _sorted_pairs(
+    grads: Tensor, columns: Tensor, vocab_start: int, num_rows: int
+) -> tuple[Tensor, Tensor]:
+    """Rows of this shard in ascending order, ``num_rows`` for what has none, and their cells."""
+    rows = columns - vocab_start
+    taken = (rows >= 0) & (rows < num_rows) & (columns >= 0)
+    rows = rows.masked_fill_(~(taken & (grads != 0)), num_rows).flatten()
+    del taken  # the sort takes most of the memory
+    return rows.sort(stable=True)
 
 
 def _add_weight_gradient_cuda(
-    out: Tensor, grads: Tensor, hidden: Tensor, columns: Tensor, vocab_start: int
+    out: Tensor,
+    grads: Tensor,
+    hidden: Tensor,
+    columns: Tensor,
+    vocab_start: int,
+    tokens: Tensor | None = None,
 ) -> None:
-    width, hidden_size = columns.shape[1], hidden.shape[1]
-    if out.dtype == torch.float64:
-        return add_weight_gradient_reference(out, grads, hidden, columns, vocab_start)
+    num_tokens, hidden_size = hidden.shape
     if columns.numel() == 0 or hidden_size == 0:
-        return None
-    num_rows, num_pairs = out.shape[0], columns.numel()
-    local = columns - vocab_start
-    taken = (local >= 0) & (local < num_rows) & (grads != 0) & (columns >= 0)
-    rows, pairs = torch.where(taken, local, num_rows).flatten().sort(stable=True)
+        return
+    num_rows, num_pairs, width = out.shape[0], columns.numel(), columns.shape[1]
+    rows, pairs = _sorted_pairs(grads, columns, vocab_start, num_rows)
     chunk = _CHUNK * (1 if num_pairs <= 1 << 18 else 2 if num_pairs <= 1 << 20 else 4)
     num_chunks = -(-num_pairs // chunk)
     block = min(_WEIGHT_BLOCK_H, max(1 << (hidden_size - 1).bit_length(), 32))
-    # columns at a time, so that the parts stay small beside the logits that are not made
-    slab = max(_PARTS_BYTES * columns.shape[0] // (8 * num_chunks) // block, 1) * block
+    # columns at a time
+    budget = _PARTS_BYTES * num_tokens
+    budget -= _PAIR_BYTES * max(num_pairs - _FREE_PAIRS * num_tokens, 0)
+    slab = max(budget // (2 * grads.itemsize * num_chunks) // block, 1) * block
     parts = grads.new_empty((num_chunks, 2, min(slab, hidden_size)))
     vec = math.gcd(16 // hidden.itemsize, hidden_size, hidden.stride(0), out.stride(0))
     for begin in range(0, hidden_size, slab):
@@ -382,7 +468,7 @@ def _add_weight_gradient_cuda(
         _launch_grad_weight(
             grid,
             (
-                source, rows, pairs, grads, target, parts, num_pairs, width, num_units,
+                source, rows, pairs, tokens, grads, target, parts, num_pairs, width, num_units,
                 hidden.stride(0) // vec, out.stride(0) // vec, num_rows,
             ),
             (vec, chunk, block),
@@ -394,14 +480,14 @@ def _add_weight_gradient_cuda(
             (vec, chunk, _BLOCK_N, block),
             1,
         )
-    return None
 
 
 # --- operators ------------------------------------------------------------------------------------
 
 torch.library.define(
     "packhorse::project_members",
-    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor columns, SymInt vocab_start) -> Tensor",
+    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor columns, SymInt vocab_start,"
+    " Tensor? tokens=None) -> Tensor",
 )
 torch.library.impl("packhorse::project_members", "CPU", project_members_reference)
 torch.library.impl("packhorse::project_members", "CUDA", _project_members_cuda)
@@ -414,15 +500,24 @@ torch.library.impl("packhorse::grad_hidden_of_members", "CPU", grad_hidden_refer
 torch.library.impl("packhorse::grad_hidden_of_members", "CUDA", _grad_hidden_of_members_cuda)
 
 torch.library.define(
+    "packhorse::put_hidden_gradient",
+    "(Tensor(a!) out, Tensor grads, Tensor weight, Tensor columns, SymInt vocab_start,"
+    " Tensor tokens) -> ()",
+)
+torch.library.impl("packhorse::put_hidden_gradient", "CPU", put_hidden_gradient_reference)
+torch.library.impl("packhorse::put_hidden_gradient", "CUDA", _put_hidden_gradient_cuda)
+
+torch.library.define(
     "packhorse::add_weight_gradient",
-    "(Tensor(a!) out, Tensor grads, Tensor hidden, Tensor columns, SymInt vocab_start) -> ()",
+    "(Tensor(a!) out, Tensor grads, Tensor hidden, Tensor columns, SymInt vocab_start,"
+    " Tensor? tokens=None) -> ()",
 )
 torch.library.impl("packhorse::add_weight_gradient", "CPU", add_weight_gradient_reference)
 torch.library.impl("packhorse::add_weight_gradient", "CUDA", _add_weight_gradient_cuda)
 
 
 @torch.library.register_fake("packhorse::project_members")
-def _project_members_fake(hidden, _weight, _bias, columns, _vocab_start) -> Tensor:
+def _project_members_fake(hidden, _weight, _bias, columns, *_) -> Tensor:
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     plain = hidden.device.type != "cuda" or hidden.dtype == torch.float64
     parts = 1 if plain else _slice(hidden.shape[1])[1]
@@ -435,7 +530,12 @@ def _grad_hidden_of_members_fake(_grads, weight, columns, _vocab_start) -> Tenso
 
 
 @torch.library.register_fake("packhorse::add_weight_gradient")
-def _add_weight_gradient_fake(_out, _grads, _hidden, _columns, _vocab_start) -> None:
+def _add_weight_gradient_fake(_out, _grads, _hidden, _columns, *_) -> None:
+    return None
+
+
+@torch.library.register_fake("packhorse::put_hidden_gradient")
+def _put_hidden_gradient_fake(_out, _grads, _weight, _columns, _vocab_start, _tokens) -> None:
     return None
 
 
@@ -444,4 +544,5 @@ project_members = called_directly(_ops.project_members.default, _project_members
 grad_hidden_of_members = called_directly(
     _ops.grad_hidden_of_members.default, _grad_hidden_of_members_cuda
 )
+put_hidden_gradient = called_directly(_ops.put_hidden_gradient.default, _put_hidden_gradient_cuda)
 add_weight_gradient = called_directly(_ops.add_weight_gradient.default, _add_weight_gradient_cuda)

@@ -18,6 +18,7 @@ from torch import Tensor
 from packhorse.kernels.lm_head import lm_head_support_logprobs
 from packhorse.kernels.lm_head_checks import check_head
 from packhorse.kernels.lm_head_full import full_vocabulary_logprobs
+from packhorse.kernels.lm_head_ragged import lm_head_ragged_support_logprobs
 from packhorse.kernels.rows import gather_rows
 from packhorse.kernels.support import (
     SupportScores,
@@ -153,6 +154,14 @@ class HiddenStates:
     def over_support(
         self, support: PackedTensor | PackedRagged, row_ids: Tensor, sampled_ids: Tensor
     ) -> SupportScores:
+        if isinstance(support, PackedRagged):
+            ids, offsets = (
+                without_waiting(x, row_ids.device) for x in (support.values, support.row_offsets)
+            )
+            return lm_head_ragged_support_logprobs(
+                self.hidden, self.weight, ids.contiguous(), offsets, row_ids, sampled_ids,
+                widths=support.widths, **self._options,
+            )  # fmt: skip
         candidates = candidates_of(support, row_ids)
         return lm_head_support_logprobs(
             self.hidden, self.weight, candidates, sampled_ids, **self._options

@@ -166,12 +166,23 @@ def member_rows(kernel: str, width: int, registers: int = 96) -> Launch:
     return Launch(kernel, run, registers)
 
 
-def lm_head(kernel: str, hidden_size: int, loads: tuple[int, float], stores: tuple[int, float]):
+def lm_head(
+    kernel: str, hidden_size: int, loads: tuple[int, float], stores: tuple[int, float],
+    *, ragged: bool = False,
+) -> Launch:  # fmt: skip
+    """Of rows of 20 ids, each of its token, or of a ragged support's class of 16."""
+
     def run() -> None:
         hidden = meta(TOKENS, hidden_size, dtype=torch.bfloat16)
         weight = meta(9001, hidden_size, dtype=torch.bfloat16)
         columns, grads = meta(TOKENS, 20, dtype=i32), meta(TOKENS, 20, dtype=torch.float32)
         main_grad = meta(9001, hidden_size, dtype=torch.float32)
+        if ragged:
+            columns, grads = columns[:, :16].contiguous(), grads[:, :16].contiguous()
+            lm_head_members._project_members_cuda(hidden, weight, None, columns, 0, ids())
+            lm_head_members._put_hidden_gradient_cuda(hidden, grads, weight, columns, 0, ids())
+            lm_head_members._add_weight_gradient_cuda(main_grad, grads, hidden, columns, 0, ids())
+            return
         lm_head_members._project_members_cuda(hidden, weight, None, columns, 0)
         lm_head_members._grad_hidden_of_members_cuda(grads, weight, columns, 0)
         lm_head_members._add_weight_gradient_cuda(main_grad, grads, hidden, columns, 0)
@@ -251,6 +262,15 @@ LAUNCHES = {
     "LM head of 512, hidden": lm_head("_grad_hidden_kernel", 512, (128, 0.6), (128, 1.0)),
     "LM head of 512, weight": lm_head("_grad_weight_kernel", 512, (128, 0.6), (128, 1.0)),
     "LM head of 512, parts": lm_head("_join_weight_parts_kernel", 512, (128, 0.8), (128, 1.0)),
+    "LM head of 512, ragged": lm_head(
+        "_project_members_kernel", 512, (128, 0.8), (8, 0.0), ragged=True
+    ),
+    "LM head of 512, hidden, ragged": lm_head(
+        "_grad_hidden_kernel", 512, (128, 0.6), (128, 1.0), ragged=True
+    ),
+    "LM head of 512, weight, ragged": lm_head(
+        "_grad_weight_kernel", 512, (128, 0.5), (128, 1.0), ragged=True
+    ),
     "dummies of 8": dummies(8, i32, spread=False),
     "dummies of 8 uint8": dummies(8, u8, spread=False, bits=64),
     "dummies of 8 spread": dummies(8, i32, spread=True),
