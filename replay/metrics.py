@@ -18,6 +18,7 @@ ranks merge by an all-reduce with the same two operations, over ranks that count
     routes/*, padding/*    a rank's own tokens and layers: all ranks, but for tensor-parallel ones
                            without sequence parallelism, which have the same tokens
     rows/*, coverage/*     of whole micro-batches: data-parallel ranks only
+    support/*              of the values that were given: as logprobs/*
 
 ``ReplaySession.tally`` counts on one rank what several have, so its names add up over all.
 
@@ -44,7 +45,11 @@ import torch
 from torch import Tensor
 
 from packhorse._nvtx import ranged
+from packhorse.kernels.support import SUPPORT_OK
+from packhorse.packed.ragged import PackedRagged
+from packhorse.packed.tensor import PackedTensor
 from packhorse.replay.microbatch import ReplayMicrobatch
+from packhorse.replay.scoring import SCORED_FULL, MicrobatchScores
 
 #: Of |d|: bin 0 is below 2**-32, the last one holds 2**16 and more, and what is not finite.
 _MIN_EXPONENT: Final = -32
@@ -61,6 +66,10 @@ _TAILS: Final = {
     "ratio_below_1_2": -math.log(2.0),
     "ratio_below_1_5": -math.log(5.0),
 }
+#: name of a figure -> the statuses of ``MicrobatchScores.counts`` that it is the share of
+_STATUSES: Final = {"missing": 1, "invalid": 2, "outside": 3, "impossible": 4, "full": SCORED_FULL}
+#: Bin b of support sizes holds 2**(b - 1) < size <= 2**b, bin 0 also the empty rows.
+_SIZE_BINS: Final = 24
 _ID_DTYPES: Final = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 #: Name -> what was summed or counted: a tensor on its inputs' device, or a host integer.
@@ -71,18 +80,25 @@ Tally = dict[str, Any]
 
 
 @ranged
-def tally_logprobs(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tally:
+def tally_logprobs(
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, variant: str | None = None
+) -> Tally:
     """Sums over the tokens of ``mask`` from which ``tally_metrics`` makes the logprob figures.
 
     Args:
         logprobs: the trainer's, any shape, floating point, nats; gradients are not followed.
         rollout_logprobs: of the same tokens in the same order; same shape and device.
         mask: same shape, bool or numbers: tokens that are not 0 count.
+        variant: names the tally's entries ``logprobs_VARIANT/*``, so that logprobs with and without
+            replay, or over supports and over the vocabulary, stand in one tally.
 
     Raises:
-        TypeError, ValueError: dtype, shape or device is wrong.
+        TypeError, ValueError: dtype, shape or device is wrong, or ``variant`` is no identifier.
     """
     name = "tally_logprobs"
+    if variant is not None and (not isinstance(variant, str) or not variant.isidentifier()):
+        raise ValueError(f"{name}: variant must be an identifier or None, got {variant!r}")
+    prefix = "logprobs" if variant is None else f"logprobs_{variant}"
     for field, values in (("logprobs", logprobs), ("rollout_logprobs", rollout_logprobs)):
         if not isinstance(values, Tensor) or not values.is_floating_point():
             raise TypeError(f"{name}: {field} must be a floating-point tensor, got {_kind(values)}")
@@ -93,17 +109,75 @@ def tally_logprobs(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> 
     d = torch.where(counted, d, 0.0)
     size = d.abs()
     tally = {
-        "logprobs/tokens": counted.sum(),
-        "logprobs/nonfinite": (~d.isfinite()).sum(),
-        "logprobs/abs_diff_sum": size.sum(),
-        "logprobs/abs_diff_max": size.amax() if size.numel() else size.sum(),
-        "logprobs/abs_diff_bins": _histogram(size, counted),
-        "logprobs/k1_sum": -d.sum(),
-        "logprobs/k3_sum": (torch.expm1(d) - d).sum(),
-        "logprobs/ratio_sum": torch.where(counted, d.exp(), 0.0).sum(),
+        f"{prefix}/tokens": counted.sum(),
+        f"{prefix}/nonfinite": (~d.isfinite()).sum(),
+        f"{prefix}/abs_diff_sum": size.sum(),
+        f"{prefix}/abs_diff_max": size.amax() if size.numel() else size.sum(),
+        f"{prefix}/abs_diff_bins": _histogram(size, counted),
+        f"{prefix}/k1_sum": -d.sum(),
+        f"{prefix}/k3_sum": (torch.expm1(d) - d).sum(),
+        f"{prefix}/ratio_sum": torch.where(counted, d.exp(), 0.0).sum(),
     }
     for tail, bound in _TAILS.items():
-        tally[f"logprobs/{tail}"] = (d > bound if bound > 0 else d < bound).sum()
+        tally[f"{prefix}/{tail}"] = (d > bound if bound > 0 else d < bound).sum()
+    return tally
+
+
+@ranged
+def tally_support(
+    scores: MicrobatchScores,
+    support: PackedTensor | PackedRagged,
+    *,
+    full_logprobs: Tensor | None = None,
+    repaired: int = 0,
+) -> Tally:
+    """Counts how the tokens of a microbatch were scored, and over how many ids.
+
+    Args:
+        scores: of ``score_microbatch`` with this support.
+        support: [N, C] or ragged, on the device of the scores or on the CPU.
+        full_logprobs: [N] of the same tokens over the whole vocabulary, by the same trainer: then
+            the mass that the support keeps is known, exp(full - over the support).
+        repaired: rows to which the sampled id was added when they were packed.
+
+    Raises:
+        TypeError, ValueError: dtype, shape or device is wrong, or ``repaired`` is no count.
+    """
+    name = "tally_support"
+    if not isinstance(scores, MicrobatchScores):
+        raise TypeError(f"{name}: scores must be of score_microbatch, got {type(scores).__name__}")
+    if not isinstance(support, PackedTensor | PackedRagged):
+        raise TypeError(f"{name}: support must be packed, got {type(support).__name__}")
+    if isinstance(repaired, bool) or not isinstance(repaired, int) or repaired < 0:
+        raise ValueError(f"{name}: repaired must be a count of rows, got {repaired!r}")
+    logprobs = scores.logprobs.values.detach()
+    if support.num_rows != logprobs.shape[0]:
+        raise ValueError(f"{name}: support has {support.num_rows} rows, scores {len(logprobs)}")
+    if isinstance(support, PackedRagged):
+        sizes = torch.from_numpy(support.widths)
+    else:
+        sizes = (support.values >= 0).sum(1)
+    sizes = sizes.to(logprobs.device, non_blocking=True)
+    bounds = 2 ** torch.arange(_SIZE_BINS - 1, device=sizes.device)
+    bins = torch.bucketize(sizes, bounds)
+    counts = torch.zeros(_SIZE_BINS, dtype=torch.int64, device=sizes.device)
+    tally: Tally = {
+        "support/counts": scores.counts,
+        "support/ignored": scores.num_ignored,
+        "support/repaired": repaired,
+        "support/rows": (sizes > 0).sum(),
+        "support/size_sum": sizes.sum(),
+        "support/size_max": sizes.amax() if sizes.numel() else sizes.sum(),
+        "support/size_bins": counts.scatter_add(0, bins, (sizes > 0).long()),
+    }
+    if full_logprobs is not None:
+        _check_like(name, "full_logprobs", full_logprobs, "scores", logprobs)
+        scored = scores.status.values == SUPPORT_OK
+        mass = (full_logprobs.detach().double() - logprobs.double()).exp()
+        lost = torch.where(scored, 1 - mass, 0.0)
+        tally["support/mass_tokens"] = scored.sum()
+        tally["support/mass_sum"] = torch.where(scored, mass, 0.0).sum()
+        tally["support/lost_mass_max"] = lost.amax() if lost.numel() else lost.sum()
     return tally
 
 
@@ -243,6 +317,12 @@ def tally_metrics(tally: Mapping[str, Any]) -> dict[str, Any]:
         logprobs/abs_diff_mean, _p99, _max               of |d|, nats
         logprobs/k1, /k3, /ratio_mean                    means
         logprobs/ratio_above_2, _above_5, _below_1_2, _below_1_5   share of tokens
+        logprobs_VARIANT/*                               the same of each variant
+        support/missing, /invalid, /outside, /impossible, /full   share of tokens scored so
+        support/ignored, /repaired                       counts: candidates, rows
+        support/size_mean, _p99, _max                    ids of the rows that have any; p99 is the
+                                                         power of 2 that holds it, or the maximum
+        support/kept_mass_mean, /lost_mass_max           of tokens scored over their support
         routes/row_mismatch, _per_layer [J]              share of rows with another set of experts
         routes/assignment_mismatch, _per_layer [J]       share of replayed experts not in live top-k
         padding/load, padding/load_per_layer [J]         fullest / mean over expert-parallel ranks
@@ -260,8 +340,12 @@ def tally_metrics(tally: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: no part is in ``tally``.
     """
     figures: dict[str, Any] = {}
-    if "logprobs/tokens" in tally:
-        _logprob_figures(tally, figures)
+    for key in tally:
+        prefix = key.removesuffix("/tokens")
+        if prefix != key and (prefix == "logprobs" or prefix.startswith("logprobs_")):
+            _logprob_figures(tally, figures, prefix)
+    if "support/counts" in tally:
+        _support_figures(tally, figures)
     if "routes/rows" in tally:
         for figure, of, share in (
             ("row_mismatch", "rows", "rows_differing"),
@@ -282,22 +366,39 @@ def tally_metrics(tally: Mapping[str, Any]) -> dict[str, Any]:
     return figures
 
 
-def _logprob_figures(tally: Mapping[str, Any], figures: dict[str, Any]) -> None:
-    tokens = tally["logprobs/tokens"]
+def _logprob_figures(tally: Mapping[str, Any], figures: dict[str, Any], prefix: str) -> None:
+    tokens = tally[f"{prefix}/tokens"]
     for key in ("tokens", "nonfinite"):
-        figures[f"logprobs/{key}"] = tally[f"logprobs/{key}"]
+        figures[f"{prefix}/{key}"] = tally[f"{prefix}/{key}"]
     for key, figure in (
         ("abs_diff_sum", "abs_diff_mean"),
         ("k1_sum", "k1"),
         ("k3_sum", "k3"),
         ("ratio_sum", "ratio_mean"),
     ):
-        figures[f"logprobs/{figure}"] = _share(tally[f"logprobs/{key}"], tokens)
-    largest = tally["logprobs/abs_diff_max"]
-    figures["logprobs/abs_diff_p99"] = _p99(tally["logprobs/abs_diff_bins"], tokens, largest)
-    figures["logprobs/abs_diff_max"] = largest
+        figures[f"{prefix}/{figure}"] = _share(tally[f"{prefix}/{key}"], tokens)
+    largest = tally[f"{prefix}/abs_diff_max"]
+    figures[f"{prefix}/abs_diff_p99"] = _p99(tally[f"{prefix}/abs_diff_bins"], tokens, largest)
+    figures[f"{prefix}/abs_diff_max"] = largest
     for tail in _TAILS:
-        figures[f"logprobs/{tail}"] = _share(tally[f"logprobs/{tail}"], tokens)
+        figures[f"{prefix}/{tail}"] = _share(tally[f"{prefix}/{tail}"], tokens)
+
+
+def _support_figures(tally: Mapping[str, Any], figures: dict[str, Any]) -> None:
+    counts = tally["support/counts"]
+    for figure, status in _STATUSES.items():
+        figures[f"support/{figure}"] = _share(counts[status], counts.sum())
+    for key in ("ignored", "repaired"):
+        figures[f"support/{key}"] = tally[f"support/{key}"]
+    rows, largest = tally["support/rows"], tally["support/size_max"]
+    figures["support/size_mean"] = _share(tally["support/size_sum"], rows)
+    index = (tally["support/size_bins"].cumsum(0) < (99 * rows + 99) // 100).sum()
+    figures["support/size_p99"] = torch.minimum(2**index, largest)
+    figures["support/size_max"] = largest
+    if "support/mass_sum" in tally:
+        mass, tokens = tally["support/mass_sum"], tally["support/mass_tokens"]
+        figures["support/kept_mass_mean"] = _share(mass, tokens)
+        figures["support/lost_mass_max"] = tally["support/lost_mass_max"]
 
 
 def _row_figures(tally: Mapping[str, Any], figures: dict[str, Any]) -> None:
