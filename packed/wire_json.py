@@ -342,32 +342,35 @@ def _places(function: str, tree: Any, found: list[_Found]) -> list[tuple[Any, An
     if not isinstance(tree, dict) or tree.pop(SEAL_KEY, None) is None or KEY in tree:
         malformed(function, "the body is no object that ends with its seal")
     places: list[tuple[Any, Any]] = []
-
-    def visit(holder: Any, place: str) -> None:
-        if type(holder) is list and _CONTAINERS.isdisjoint(map(type, holder)):
-            return
-        for key, item in list(holder.items()) if type(holder) is dict else enumerate(holder):
-            if type(item) not in _CONTAINERS:
-                continue
-            inner = f"{place}/{escaped(key) if type(key) is str else key}"
-            if type(item) is list or KEY not in item:
-                visit(item, inner)
-                continue
-            i = len(places)
-            if type(item[KEY]) is not int or item != {KEY: i} or i >= len(found):
-                malformed(function, f"{inner!r} is not the next of the body's arrays")
-            if found[i].header.name != inner:
-                malformed(function, f"it lies at {inner!r}", found[i].header.name)
-            places.append((holder, key))
-
     try:
-        visit(tree, "")
+        _visit(function, tree, "", found, places)
     except RecursionError:
         malformed(function, "the body is nested too deeply")
     if len(places) != len(found):
         name = found[len(places)].header.name
         malformed(function, "another member of the same name follows it", name)
     return places
+
+
+# a function of the module: a closure that calls itself would keep the decoded arrays alive
+def _visit(
+    function: str, holder: Any, place: str, found: list[_Found], places: list[tuple[Any, Any]]
+) -> None:
+    if type(holder) is list and _CONTAINERS.isdisjoint(map(type, holder)):
+        return
+    for key, item in list(holder.items()) if type(holder) is dict else enumerate(holder):
+        if type(item) not in _CONTAINERS:
+            continue
+        inner = f"{place}/{escaped(key) if type(key) is str else key}"
+        if type(item) is list or KEY not in item:
+            _visit(function, item, inner, found, places)
+            continue
+        i = len(places)
+        if type(item[KEY]) is not int or item != {KEY: i} or i >= len(found):
+            malformed(function, f"{inner!r} is not the next of the body's arrays")
+        if found[i].header.name != inner:
+            malformed(function, f"it lies at {inner!r}", found[i].header.name)
+        places.append((holder, key))
 
 
 def _read_array(function: str, view: memoryview, envelope: _Found) -> WireArray:

@@ -32,24 +32,31 @@ def split_tree(tree: Any) -> dict[str, np.ndarray | WireArray]:
     name = "split_tree"
     fields: dict[str, np.ndarray | WireArray] = {}
 
-    def without(value: Any, place: str) -> Any:
-        if isinstance(value, np.ndarray | WireArray):
-            fields[place] = value
-            return None
-        if isinstance(value, dict):
-            for key in value:
-                if not isinstance(key, str):
-                    raise ValueError(f"{name}: a key at {place or '/'} must be a string: {key!r}")
-            return {key: without(item, f"{place}/{escaped(key)}") for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [without(item, f"{place}/{i}") for i, item in enumerate(value)]
-        return value
-
     try:
-        text = dump_json(name, without(tree, ""))
+        text = dump_json(name, _without_arrays(name, tree, "", fields))
     except RecursionError:
         raise ValueError(f"{name}: the tree is nested too deeply") from None
     return {TEXT_FIELD: np.frombuffer(text, dtype=np.uint8), **fields}
+
+
+# a function of the module: a closure that calls itself would keep the arrays alive
+def _without_arrays(
+    name: str, value: Any, place: str, fields: dict[str, np.ndarray | WireArray]
+) -> Any:
+    if isinstance(value, np.ndarray | WireArray):
+        fields[place] = value
+        return None
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise ValueError(f"{name}: a key at {place or '/'} must be a string: {key!r}")
+        return {
+            key: _without_arrays(name, item, f"{place}/{escaped(key)}", fields)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_without_arrays(name, item, f"{place}/{i}", fields) for i, item in enumerate(value)]
+    return value
 
 
 @ranged

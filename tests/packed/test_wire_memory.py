@@ -3,6 +3,7 @@
 import gc
 import re
 import tracemalloc
+import weakref
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ from packhorse.packed.wire import (
     encode_json,
     frame_parts,
 )
+from packhorse.packed.wire_tree import join_tree, split_tree
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "wire.md"
 ROUTES = np.random.default_rng(0).integers(0, 128, (25_000, 48, 8), dtype=np.uint8)
@@ -87,3 +89,25 @@ def test_the_bytes_of_the_document_are_those_of_the_code():
     seal = re.escape(',"__packhorse_seal__":"') + "[0-9a-f]{8}" + re.escape('"}')
     body = encode_json({"a": np.array([1], np.uint8)}).decode()
     assert re.fullmatch(re.escape('{"a":') + pattern + seal, body)
+
+
+def test_arrays_are_freed_with_the_last_reference_and_wait_for_no_collection():
+    """A cycle in a decoder would hold megabytes until the collector comes by."""
+    array = np.zeros((1000, 48, 8), np.uint8)
+    body, frame = encode_json({"a": [{"b": array}]}), encode_frame(split_tree({"a": [array]}))
+    gc.collect()
+    gc.disable()
+    try:
+        tree = decode_json(body)
+        decoded = weakref.ref(tree["a"][0]["b"].values)
+        del tree
+        joined = join_tree(decode_frame(frame, owned=True).fields)
+        placed = weakref.ref(joined["a"][0].values)
+        del joined
+        sent = weakref.ref(array)
+        encode_json({"a": [{"b": array}]})
+        split_tree({"a": [array]})
+        del array
+        assert (decoded(), placed(), sent()) == (None, None, None)
+    finally:
+        gc.enable()
