@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-L, K, E, V = 3, 2, 8, 50
+L, K, E, V = 4, 2, 8, 512
 SAMPLING = {"temperature": 1.0, "top_k": 3, "max_tokens": 4}
 PROMPT = [7, 3, 9, 11, 2]
 

@@ -274,6 +274,10 @@ def changed(key: str, value: Any) -> Any:
     return plain(answer)
 
 
+def rows_of(experts: list[int], count: int) -> str:
+    return engine.npy([[experts] * engine.L] * count)
+
+
 @pytest.mark.parametrize(
     ("fault", "error", "message"),
     [
@@ -313,9 +317,9 @@ def changed(key: str, value: Any) -> Any:
         ),
         (without("token_ids"), WireFormatError, 'no token ids; send "return_token_ids": true'),
         (without("logprobs"), WireFormatError, "/choices/0/logprobs': there are none"),
-        (changed("routed_experts", engine.npy([[[1, 2]] * 3] * 5)), ValueError, "has 5 rows; 5 pr"),
-        (changed("routed_experts", engine.npy([[[0, 0]] * 3] * 8)), ValueError, "is all zeros"),
-        (changed("routed_experts", engine.npy([[[4, 4]] * 3] * 8)), ValueError, "repeated"),
+        (changed("routed_experts", rows_of([1, 2], 5)), ValueError, "has 5 rows; 5 pr"),
+        (changed("routed_experts", rows_of([0, 0], 8)), ValueError, "is all zeros"),
+        (changed("routed_experts", rows_of([4, 4], 8)), ValueError, "repeated"),
         (changed("sampling_mask", [[1]] * 3), WireFormatError, "3 rows for 4 sampled tokens"),
     ],
 )  # fmt: skip

@@ -5,6 +5,8 @@ Oracle: ``client_server``'s fixed engine.
 
 import asyncio
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,7 +109,7 @@ def test_known_rows_are_held_to_come_again_bit_for_bit_where_that_is_asked():
 
         server.script = [plain(other)]
         length = session.trace.length
-        with pytest.raises(ValueError, match="1 of 36 known cells came back as oth"):
+        with pytest.raises(ValueError, match="1 of 48 known cells came back as oth"):
             await session.turn(SAMPLING)
         assert session.trace.length == length
 
@@ -128,7 +130,7 @@ def test_known_rows_are_held_to_come_again_bit_for_bit_where_that_is_asked():
 def test_a_session_has_a_support_just_as_its_client_has_and_takes_one_response():
     async def use(server: Server, client: RolloutClient) -> None:
         with pytest.raises(ValueError, match="vocab_size=None with a client of support='mask'"):
-            RolloutSession(client, PROMPT, num_layers=3, topk=2)
+            RolloutSession(client, PROMPT, num_layers=4, topk=2)
         session = client.start_session(PROMPT, **TRACE)
         with pytest.raises(ValueError, match=r"RolloutSession\.turn: n must be 1, got 2"):
             await session.turn({**SAMPLING, "n": 2})
@@ -262,3 +264,20 @@ def test_parts_of_a_stream_that_do_not_fit_are_refused():
             await read_all(client, SAMPLING)
 
     run([plain(without_one)], use)
+
+
+def test_the_example_of_the_documentation_runs():
+    document = Path(__file__).parents[2] / "docs" / "client.md"
+    [snippet] = re.findall(r"```python\n(.*?)```", document.read_text("utf-8"), re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(snippet, scope)
+
+    async def use(server: Server, client: RolloutClient) -> None:
+        rollouts, trajectory = await scope["sample"](server.url, PROMPT, TOOL)
+        for index, rollout in enumerate(rollouts):
+            check(rollout, PROMPT, 256, index=index)
+        assert len(rollouts) == 4
+        assert trajectory.response_ids.size == 256 + len(TOOL) + 256
+        assert len(trajectory.routes) == trajectory.length - 1
+
+    assert len(run([plain(whole)], use).requests) == 3
