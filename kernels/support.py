@@ -122,16 +122,13 @@ def wants_gradients(*inputs: Tensor | None) -> bool:
 
 
 def _grad_logits(
+    out: Tensor,  # [T, num_columns], all 0
     grad_members: Tensor,  # [T, C]
     columns: Tensor,  # [T, C] int32
-    num_columns: int,
-    dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient of the logits, [T, num_columns] ``dtype``; each member has its own place."""
-    grads = grad_members.to(dtype)
-    grad_logits = grads.new_zeros(columns.shape[0], num_columns)
+    """The gradient of the logits, written to ``out``; each member has its own place."""
     # entries that are no member add 0 to some column, whatever the order
-    return grad_logits.scatter_add_(1, columns.clamp(min=0).long(), grads)
+    return out.scatter_add_(1, columns.clamp(min=0).long(), grad_members.to(out.dtype))
 
 
 def full_logprobs_reference(
@@ -195,11 +192,12 @@ def _row_chunks(x: Tensor, num_columns: int | None = None) -> tuple[Tensor, ...]
 
 class _SupportLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, support_ids, sampled_ids, temperature, vocab_size):
+    def forward(ctx, logits, support_ids, sampled_ids, temperature, vocab_size, overwrite):
         scores, columns, member_logprobs = _score_logits(
             logits, support_ids, sampled_ids, temperature, vocab_size
         )
-        ctx.save_for_backward(columns, member_logprobs, scores.entropy, sampled_ids)
+        overwritten = (logits,) if overwrite else ()
+        ctx.save_for_backward(columns, member_logprobs, scores.entropy, sampled_ids, *overwritten)
         ctx.temperature, ctx.num_columns, ctx.dtype = temperature, logits.shape[1], logits.dtype
         ctx.mark_non_differentiable(scores.status, scores.num_ignored)
         return tuple(scores)
@@ -207,13 +205,16 @@ class _SupportLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy, _grad_status, _grad_num_ignored):
-        columns, member_logprobs, entropy, sampled_ids = ctx.saved_tensors
+        columns, member_logprobs, entropy, sampled_ids, *overwritten = ctx.saved_tensors
         grads = grad_members(
             grad_logprobs, grad_entropy, columns, member_logprobs, entropy, sampled_ids,
             *as_operand(ctx.temperature, member_logprobs),
         )  # fmt: skip
-        grad_logits = _grad_logits(grads, columns, ctx.num_columns, ctx.dtype)
-        return grad_logits, None, None, None, None
+        if overwritten:
+            out = overwritten[0].detach().zero_()
+        else:
+            out = grads.new_zeros((columns.shape[0], ctx.num_columns), dtype=ctx.dtype)
+        return _grad_logits(out, grads, columns), None, None, None, None, None
 
 
 class _FullLogprobs(torch.autograd.Function):
@@ -247,6 +248,7 @@ def support_logprobs(
     *,
     temperature: float = 1.0,
     vocab_size: int | None = None,
+    overwrite_logits: bool = False,
 ) -> SupportScores:
     """Logprob of each sampled id, and the entropy, over the ids that the sampler kept.
 
@@ -260,6 +262,9 @@ def support_logprobs(
         temperature: the rollout's, finite and > 0, applied here.
         vocab_size: V, at most the columns of ``logits``; those after it are a padded vocabulary's,
             and no part of anything. By default all columns are the vocabulary.
+        overwrite_logits: the backward writes the gradient of the logits into their own memory, so
+            that no other of their size is made. Nothing else may need the logits by then; autograd
+            refuses what would read them afterwards.
 
     Returns:
         ``SupportScores``: logprobs [T] and entropy [T] (float32; float64 for float64 logits; both
@@ -270,8 +275,9 @@ def support_logprobs(
     Raises:
         TypeError: a dtype is unsupported, the temperature is not a number or ``vocab_size`` no int.
         ValueError: a shape or device is wrong, the temperature is not finite and > 0, or
-            ``vocab_size`` is not from 1 to the columns of ``logits``. Ids are not read for a check,
-            since that would stall the GPU: ``status`` reports them.
+            ``vocab_size`` is not from 1 to the columns of ``logits``, or logits to be overwritten
+            share memory among themselves. Ids are not read for a check, since that would stall the
+            GPU: ``status`` reports them.
 
     Source: "keep sampling mask" of the DeepSeek-V3.2 report.
 
@@ -283,9 +289,14 @@ def support_logprobs(
     temperature = _validate("support_logprobs", logits, sampled_ids, temperature)
     _validate_support("support_logprobs", logits, support_ids)
     check_vocab_size("support_logprobs", logits, vocab_size)
+    if overwrite_logits and 0 in logits.stride() and logits.numel():
+        raise ValueError(
+            "support_logprobs: overwrite_logits is for logits of their own memory, got strides"
+            f" {logits.stride()}"
+        )
     arguments = logits, support_ids, sampled_ids, temperature, vocab_size
     if wants_gradients(logits):
-        return SupportScores(*_SupportLogprobs.apply(*arguments))
+        return SupportScores(*_SupportLogprobs.apply(*arguments, overwrite_logits))
     return _score_logits(*arguments)[0]
 
 

@@ -105,6 +105,33 @@ def test_nothing_of_vocabulary_size_is_made_but_the_gradient(device):
     assert backward.num_buffers(4096) == 1
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_logits_may_be_overwritten_by_their_gradient(dtype, layout, device):
+    base, ids, sampled = draw(24, 60, 6, dtype=dtype, device=device, seed=3)
+    if layout == "transposed":
+        base = base.T.contiguous().T
+    leaf = base.clone().requires_grad_()
+    scores = support_logprobs(leaf, ids, sampled, temperature=0.7)
+    (expected,) = torch.autograd.grad((scores.logprobs + scores.entropy).sum(), leaf)
+    given = base.detach().clone().requires_grad_()
+    scores = support_logprobs(given, ids, sampled, temperature=0.7, overwrite_logits=True)
+    loss = (scores.logprobs + scores.entropy).sum()
+    with Results() as backward:
+        (actual,) = torch.autograd.grad(loss, given, retain_graph=True)
+    assert torch.equal(actual, expected)
+    assert actual.data_ptr() == given.data_ptr()
+    assert backward.num_buffers(given.numel()) == 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, given)
+
+
+def test_logits_that_share_memory_are_not_overwritten(device):
+    base, ids, sampled = draw(4, 20, 3, device=device)
+    with pytest.raises(ValueError, match=r"^support_logprobs: overwrite_logits is for logits of"):
+        support_logprobs(base[:1].expand(4, 20), ids, sampled, overwrite_logits=True)
+
+
 def test_shapes_do_not_depend_on_the_data():
     logits = torch.empty(6, 9, dtype=torch.bfloat16, device="meta", requires_grad=True)
     ids = torch.empty(6, 4, dtype=torch.int32, device="meta")
