@@ -98,7 +98,9 @@ install) install ;;
 test)
     install
     export PACKHORSE_TEST_VLLM=$VLLM
-    exec "$python" -m pytest -q --confcutdir=tests/vllm tests/vllm "$@"
+    # all of them, unless some are named
+    [[ " $* " == *" tests/vllm/"* ]] || set -- tests/vllm "$@"
+    exec "$python" -m pytest -q --confcutdir=tests/vllm "$@"
     ;;
 python)
     install
