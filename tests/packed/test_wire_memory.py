@@ -68,7 +68,7 @@ def test_peak_memory_beyond_the_input(call: Callable, given: object, most: float
 
 def test_the_snippets_of_the_document_run(capsys):
     snippets = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), flags=re.M | re.S)
-    assert len(snippets) == 3
+    assert len(snippets) == 4
     namespace: dict = {}
     for snippet in snippets:
         exec(compile(snippet, str(DOCUMENT), "exec"), namespace)
