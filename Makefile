@@ -4,6 +4,8 @@
 # virtual environment. PYTHON=python3.12 names the Python that .venv is made from.
 # SETUP=no runs with PYTHON as it is (default python3) and installs nothing.
 # ARGS=... goes to the demo, to pytest or to the benchmarks.
+# FAMILY=qwen3_moe|glm4_moe is the demo's model (default qwen3_moe), CAPTURE=FILE its trajectories;
+# CAPTURE=fresh samples them anew from a real vLLM (tools/vllm.sh), of both families by default.
 
 SETUP ?= yes
 ifeq ($(SETUP),no)
@@ -23,7 +25,11 @@ ifneq ($(SETUP),no)
 endif
 
 demo: setup
-	@$(RUN) -m packhorse demo $(ARGS)
+ifeq ($(CAPTURE),fresh)
+	@tools/fresh_demo.sh $(RUN) $(or $(FAMILY),all) $(ARGS)
+else
+	@$(RUN) -m packhorse demo $(addprefix --capture ,$(CAPTURE)) $(addprefix --family ,$(FAMILY)) $(ARGS)
+endif
 
 test: setup
 	@tools/test.sh $(RUN) $(ARGS)

@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 
-from packhorse.replay import compare, demo_plot, demo_ranks
+from packhorse.replay import compare, demo_families, demo_plot, demo_ranks
 from packhorse.replay.capture import Capture
 from packhorse.replay.checkpoint import MoeConfig, read_config, shown
 from packhorse.replay.demo_model import Sizes
 from packhorse.replay.demo_ranks import RankFailed, Refused
 
-DATA = Path(__file__).parent / "data"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 #: The training schedule left a gradient missing or not finite, or a rank did not end well.
 EXIT_FAILED = 1
@@ -46,7 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="DIR",
-        help="Hugging Face checkpoint that was sampled from; default: packaged",
+        help="Hugging Face checkpoint that was sampled from; default: the packaged one of the"
+        " family that the capture's meta names",
+    )
+    parser.add_argument(
+        "--family",
+        choices=demo_families.FAMILIES,
+        help=f"whose packaged capture and checkpoint; default: {demo_families.DEFAULT}, or that of"
+        " --capture",
     )
     parser.add_argument(
         "--dtype", choices=["both", *DTYPES], default="both", help="the trainer's; default: both"
@@ -142,6 +148,7 @@ def _run_here(demo: "Demo", began: float) -> None:
 class Demo:
     """One run: what it was given, and what it found."""
 
+    folder: Path  # of the checkpoint
     config: MoeConfig
     capture: Capture
     microbatches: list[compare.Microbatch]
@@ -162,9 +169,10 @@ def prepare(args: argparse.Namespace) -> Demo:
         demo_ranks.check_sizes(sizes, args)
         if args.plot:
             demo_plot.check(args.plot)
-        config = read_config(args.model or DATA / "tiny_moe")
+        path, folder = demo_families.choose(args.capture, args.model, args.family)
+        config = read_config(folder)
         capture = Capture.load(
-            args.capture or DATA / "vllm_tiny_moe.npz",
+            path,
             num_experts=config.num_experts,
             vocab_size=config.vocab_size,
             num_layers=config.num_layers,
@@ -187,7 +195,7 @@ def prepare(args: argparse.Namespace) -> Demo:
         raise Refused(error) from error
     except MemoryError as error:
         raise Refused("not enough memory for the capture") from error
-    return Demo(config, capture, microbatches, device, temperature, args, sizes)
+    return Demo(folder, config, capture, microbatches, device, temperature, args, sizes)
 
 
 def _temperature(args: argparse.Namespace, capture: Capture) -> float:
@@ -269,7 +277,7 @@ def load(demo: Demo, dtype: str) -> Any:
     began = time.perf_counter()
     try:
         model = load_hf_model(
-            demo.args.model or DATA / "tiny_moe",
+            demo.folder,
             dtype=DTYPES[dtype],
             recompute="full",
             core_attention=PackedAttention if demo.args.format == "thd" else None,
@@ -332,8 +340,9 @@ def report_lines(demo: Demo) -> list[str]:
     lines = [
         f"rollout   {capture.path.name}: {capture.num_trajectories} trajectories,"
         f" {num_tokens:,} tokens, {num_sampled:,} of them sampled by {source}",
-        f"model     {config.model_type}, {config.num_layers} layers, {config.num_experts} experts,"
-        f" top {config.topk}, vocabulary {config.vocab_size:,}",
+        f"model     {config.model_type}, {config.num_layers} layers{_dense(config)},"
+        f" {config.num_experts} experts, top {config.topk}, vocabulary {config.vocab_size:,}",
+        *([f"          {details}"] if (details := demo_families.described(config)) else []),
         f"trainer   megatron-core {_version('megatron-core')}, torch {_version('torch')},"
         f" {_device_name(demo.device)}; {len(demo.microbatches)} microbatches"
         f" ({demo.args.format})",
@@ -367,6 +376,11 @@ def report_lines(demo: Demo) -> list[str]:
         f" {demo.seconds['import']:.1f}",
     ]
     return [line.rstrip() for line in lines]
+
+
+def _dense(config: MoeConfig) -> str:
+    dense = config.num_layers - len(config.moe_layers)
+    return f" ({dense} dense)" if dense else ""
 
 
 def _fixed(value: float, width: int, decimals: int) -> str:

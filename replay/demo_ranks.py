@@ -91,6 +91,9 @@ def check_model(sizes: Sizes, config: MoeConfig, microbatches: Sequence[Microbat
     ]
     if len(config.moe_layers) < config.num_layers:
         shared.append(("tp", sizes.tp, config.intermediate_size, "columns of a dense layer"))
+    if config.shared_intermediate_size:
+        columns = config.shared_intermediate_size
+        shared.append(("tp", sizes.tp, columns, "columns of the shared expert"))
     for name, size, count, what in shared:
         if count % size:
             raise ValueError(f"--{name} {size} does not divide the model's {count} {what}")

@@ -35,7 +35,7 @@ OPTIONAL = {
         "replay/layout_megatron.py", "replay/megatron.py", "replay/packed_attention.py",
         "replay/router_replay.py", "replay/routers.py", "replay/scoring_megatron.py",
     },
-    "vllm": {"replay/vllm.py", "replay/capture_cli.py"},
+    "vllm": {"replay/demo_fresh.py", "replay/vllm.py", "replay/capture_cli.py"},
     "ray": {"packed/transport.py"},
     "safetensors": {
         "replay/capture.py", "replay/capture_save.py", "replay/checkpoint.py", "replay/tiny_moe.py",

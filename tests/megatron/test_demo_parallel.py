@@ -18,9 +18,10 @@ import pytest
 from packhorse.replay import demo, demo_ranks
 
 REPOSITORY = Path(__file__).parent.parent.parent
-#: tokens of the longest trajectory of each microbatch of three, and of all nine
+#: tokens of the longest trajectory of each microbatch of three, and of all nine, of both captures
 LONGEST, TOKENS = (41, 143, 212), 1020
 REPLAYED = TOKENS - 9  # the last sampled token of each was never evaluated
+ROUTERS = {"qwen3_moe": 4, "glm4_moe": 3}  # the first layer of the second is dense
 
 
 def run(*options: object) -> int:
@@ -46,27 +47,34 @@ def measure(monkeypatch, *options: object) -> demo.Demo:
 @pytest.fixture(scope="module")
 def one_rank(_megatron):
     with pytest.MonkeyPatch.context() as patch:
-        return measure(patch).results["fp32"]
+        return {family: measure(patch, "--family", family).results["fp32"] for family in ROUTERS}
+
+
+TP2 = "2 processes over gloo: tp 2 (sequence parallel)"
+PP2_VPP2 = "2 processes over gloo: pp 2, vpp 2"
+EP2 = "2 processes over gloo: ep 2 (2 replicas)"
+CP2 = "2 processes over gloo: cp 2 (zigzag)"
+TP2_EP2 = "4 processes over gloo: tp 2 (sequence parallel), ep 2 (2 replicas)"
 
 
 @pytest.mark.parametrize(
-    ("options", "multiple", "said"),
+    ("family", "options", "multiple", "said"),
     [
-        ("--tp 2", 2, "2 processes over gloo: tp 2 (sequence parallel)"),
-        ("--pp 2 --vpp 2", 1, "2 processes over gloo: pp 2, vpp 2"),
-        ("--ep 2", 1, "2 processes over gloo: ep 2 (2 replicas)"),
-        ("--cp 2", 4, "2 processes over gloo: cp 2 (zigzag)"),
-        (
-            "--tp 2 --ep 2",
-            2,
-            "4 processes over gloo: tp 2 (sequence parallel), ep 2 (2 replicas)",
-        ),
+        ("qwen3_moe", "--tp 2", 2, TP2),
+        ("qwen3_moe", "--pp 2 --vpp 2", 1, PP2_VPP2),
+        ("qwen3_moe", "--ep 2", 1, EP2),
+        ("qwen3_moe", "--cp 2", 4, CP2),
+        ("qwen3_moe", "--tp 2 --ep 2", 2, TP2_EP2),
+        ("glm4_moe", "--pp 2 --vpp 2", 1, PP2_VPP2),  # a chunk without experts
+        ("glm4_moe", "--cp 2", 4, CP2),  # half of each head is rotated
+        ("glm4_moe", "--tp 2 --ep 2", 2, TP2_EP2),  # a shared expert in two, the others whole
     ],
 )
 def test_every_layout_gives_one_ranks_figures(
-    options, multiple, said, one_rank, monkeypatch, capsys
+    family, options, multiple, said, one_rank, monkeypatch, capsys
 ):
-    ran = measure(monkeypatch, *options.split())
+    one_rank, routers = one_rank[family], ROUTERS[family]
+    ran = measure(monkeypatch, "--family", family, *options.split())
     output = capsys.readouterr().out
     assert f"\nranks     {said}\n" in output
     found = ran.results["fp32"]
@@ -86,10 +94,10 @@ def test_every_layout_gives_one_ranks_figures(
         assert report.completed
         assert (report.rows_replayed, report.rows_live) == (REPLAYED, 0)
         assert report.rows_dummy == pads + 9
-        assert len(report.asked) == 4
+        assert len(report.asked) == routers
         assert set(report.asked.values()) == {3}
-    assert found.training_report.recomputed_calls == 12
-    assert "4 of 4, 12 times" in output
+    assert found.training_report.recomputed_calls == 3 * routers
+    assert f"{routers} of {routers}, {3 * routers} times" in output
     assert f"{REPLAYED:,} / {pads + 9} / 0" in output
 
 
