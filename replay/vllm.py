@@ -320,7 +320,10 @@ def preflight(llm: Any, settings: CaptureSettings) -> EngineLayers:
 @ranged
 async def preflight_async(engine: Any, settings: CaptureSettings) -> EngineLayers:
     """``preflight`` of an ``AsyncLLM``, which needs ``capture_settings(preflight=True)``."""
-    reports = await engine.collective_rpc("packhorse_layers")
+    try:
+        reports = await engine.collective_rpc("packhorse_layers")
+    except Exception as error:
+        raise RuntimeError(_NOT_ASKED.format(name="preflight_async", error=error)) from error
     return read_layers("preflight_async", reports, settings.routes)
 
 
@@ -329,14 +332,17 @@ def _ask_workers(collective_rpc: Callable[..., list[Any]]) -> list[Any]:
 
     try:
         return collective_rpc("packhorse_layers")
-    except (AttributeError, NotImplementedError):  # not with preflight=True
+    except Exception:  # started without preflight=True: sent there, where vLLM takes a function
         try:
             return collective_rpc(LayerReport.packhorse_layers)
         except Exception as error:
-            raise RuntimeError(
-                "preflight: the workers cannot be asked; start the engine with"
-                f" capture_settings(preflight=True) ({type(error).__name__})"
-            ) from error
+            raise RuntimeError(_NOT_ASKED.format(name="preflight", error=error)) from error
+
+
+_NOT_ASKED: Final = (
+    "{name}: the workers cannot be asked; start the engine with capture_settings(preflight=True)"
+    " ({error})"
+)
 
 
 @ranged
