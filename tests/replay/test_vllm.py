@@ -127,6 +127,20 @@ def test_each_rule_refuses_in_its_versions_and_names_the_setting(rule):
             settings(f"0.{minor}.0", **arguments)
 
 
+def test_the_table_in_the_docs_is_that_of_the_rules():
+    lines = (DATA.parents[1] / "docs" / "capture.md").read_text().splitlines()
+    table = [[part.strip() for part in line.split(" | ")] for line in lines]
+    found = [(row[0], row[2], row[3]) for row in table if len(row) == 4 and "=" in row[0]]
+    assert found == [
+        (
+            f"| `{rule.setting}={rule.example!r}`",
+            f"0.{rule.first} \N{EN DASH}" + (f" 0.{rule.last}" if rule.last < NEWEST else ""),
+            f"{rule.because} |",
+        )
+        for rule in RULES
+    ]  # fmt: skip
+
+
 def test_what_no_rule_names_is_kept():
     engine = {"tensor_parallel_size": 2, "max_model_len": 4096, "enable_expert_parallel": True}
     sampling = {"top_k": 50, "top_p": 0.95, "min_p": 0.01, "stop": ["x"], "min_tokens": 2, "n": 4}
