@@ -317,7 +317,6 @@ def preflight(llm: Any, settings: CaptureSettings) -> EngineLayers:
     return read_layers("preflight", _ask_workers(llm.collective_rpc), settings.routes)
 
 
-@ranged
 async def preflight_async(engine: Any, settings: CaptureSettings) -> EngineLayers:
     """``preflight`` of an ``AsyncLLM``, which needs ``capture_settings(preflight=True)``."""
     try:
@@ -366,7 +365,6 @@ def reset_after_weights(llm: Any, version: str | None = None) -> None:
         label(version)
 
 
-@ranged
 async def reset_after_weights_async(engine: Any, version: str | None = None) -> None:
     """``reset_after_weights`` of an ``AsyncLLM``: wait for its requests, or abort them, first."""
     done = engine.reset_prefix_cache()
