@@ -30,12 +30,17 @@ Logits may have more columns than the vocabulary has ids: Megatron pads it, and 
 trained by nothing. ``vocab_size=`` says where they begin. They are not read, ids that name them are
 outside the vocabulary, and their gradient is exactly 0.
 
+Over a vocabulary that is sharded each rank reads the logits of its own members and 0 for the
+others, and one all-reduce of [T, C] adds them up: an exact sum, of a fixed shape, on shards without
+a member too.
+
 Sizes: T tokens, V vocabulary, C candidates a row.
 """
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
@@ -87,19 +92,38 @@ def _scale(x: Tensor, temperature: float) -> Tensor:
     return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32) / temperature
 
 
+class _Shard(NamedTuple):
+    """Which columns of a sharded vocabulary the logits hold."""
+
+    start: int  # id of the first
+    group: Any
+
+    def local(self, columns: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
+        """Columns of the shard, and whether the entry is one of its members."""
+        local = columns - self.start
+        here = (columns >= 0) & (local >= 0) & (local < num_columns)
+        return torch.where(here, local, 0), here
+
+
 def _score_logits(
     logits: Tensor,
     support_ids: Tensor,
     sampled_ids: Tensor,
     temperature: float,
     vocab_size: int | None,
+    shard: _Shard | None,
 ) -> tuple[SupportScores, Tensor, Tensor]:
     """Returns the scores, and for the backward: columns [T, C] int32, member_logprobs [T, C]."""
     vocab_size = logits.shape[1] if vocab_size is None else vocab_size
     columns, known, num_ignored = order_support(support_ids, vocab_size)
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     # an entry that is no member reads some column, and its value is never selected
-    members = logits.gather(1, columns.clamp(min=0).long())
-    members = members.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    if shard is None:
+        members = logits.gather(1, columns.clamp(min=0).long()).to(wide)
+    else:
+        local, here = shard.local(columns, logits.shape[1])
+        members = torch.where(here, logits.gather(1, local.long()).to(wide), 0.0)
+        dist.all_reduce(members, group=shard.group)
     logprobs, entropy, status, member_logprobs = score_members(
         members[None], columns, known, sampled_ids, *as_operand(temperature, members)
     )
@@ -192,13 +216,14 @@ def _row_chunks(x: Tensor, num_columns: int | None = None) -> tuple[Tensor, ...]
 
 class _SupportLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, support_ids, sampled_ids, temperature, vocab_size, overwrite):
+    def forward(ctx, logits, support_ids, sampled_ids, temperature, vocab_size, shard, overwrite):
         scores, columns, member_logprobs = _score_logits(
-            logits, support_ids, sampled_ids, temperature, vocab_size
+            logits, support_ids, sampled_ids, temperature, vocab_size, shard
         )
         overwritten = (logits,) if overwrite else ()
         ctx.save_for_backward(columns, member_logprobs, scores.entropy, sampled_ids, *overwritten)
         ctx.temperature, ctx.num_columns, ctx.dtype = temperature, logits.shape[1], logits.dtype
+        ctx.shard = shard
         ctx.mark_non_differentiable(scores.status, scores.num_ignored)
         return tuple(scores)
 
@@ -214,7 +239,10 @@ class _SupportLogprobs(torch.autograd.Function):
             out = overwritten[0].detach().zero_()
         else:
             out = grads.new_zeros((columns.shape[0], ctx.num_columns), dtype=ctx.dtype)
-        return _grad_logits(out, grads, columns), None, None, None, None, None
+        if ctx.shard is not None:
+            columns, here = ctx.shard.local(columns, ctx.num_columns)
+            grads = torch.where(here, grads, 0.0)
+        return _grad_logits(out, grads, columns), *(None,) * 6
 
 
 class _FullLogprobs(torch.autograd.Function):
@@ -248,6 +276,8 @@ def support_logprobs(
     *,
     temperature: float = 1.0,
     vocab_size: int | None = None,
+    vocab_start: int | None = None,
+    group: Any = None,
     overwrite_logits: bool = False,
 ) -> SupportScores:
     """Logprob of each sampled id, and the entropy, over the ids that the sampler kept.
@@ -262,6 +292,11 @@ def support_logprobs(
         temperature: the rollout's, finite and > 0, applied here.
         vocab_size: V, at most the columns of ``logits``; those after it are a padded vocabulary's,
             and no part of anything. By default all columns are the vocabulary.
+            Of a sharded vocabulary that of all ranks; by default the columns of all of them.
+        vocab_start: id of the first column of a shard; by default shards of V columns in the order
+            of the ranks.
+        group: ranks that hold the shards; all call with the same supports and sampled ids, and get
+            the same scores. The gradient of the logits is that of this rank's columns.
         overwrite_logits: the backward writes the gradient of the logits into their own memory, so
             that no other of their size is made. Nothing else may need the logits by then; autograd
             refuses what would read them afterwards.
@@ -288,13 +323,21 @@ def support_logprobs(
     """
     temperature = _validate("support_logprobs", logits, sampled_ids, temperature)
     _validate_support("support_logprobs", logits, support_ids)
-    check_vocab_size("support_logprobs", logits, vocab_size)
+    shard = None
+    if group is not None and dist.get_world_size(group) > 1:
+        shard, vocab_size = _shard_of(logits, vocab_size, vocab_start, group)
+    else:
+        if vocab_start not in (None, 0):
+            raise ValueError(
+                f"support_logprobs: vocab_start={vocab_start}, but no group holds other columns"
+            )
+        check_vocab_size("support_logprobs", logits, vocab_size)
     if overwrite_logits and 0 in logits.stride() and logits.numel():
         raise ValueError(
             "support_logprobs: overwrite_logits is for logits of their own memory, got strides"
             f" {logits.stride()}"
         )
-    arguments = logits, support_ids, sampled_ids, temperature, vocab_size
+    arguments = logits, support_ids, sampled_ids, temperature, vocab_size, shard
     if wants_gradients(logits):
         return SupportScores(*_SupportLogprobs.apply(*arguments, overwrite_logits))
     return _score_logits(*arguments)[0]
@@ -366,6 +409,21 @@ def check_temperature(op: str, temperature: float) -> float:
             f" {least:.2g} on)"
         )
     return float(temperature) if isinstance(temperature, int) else temperature
+
+
+def _shard_of(
+    logits: Tensor, vocab_size: int | None, vocab_start: int | None, group: Any
+) -> tuple[_Shard, int]:
+    name = "support_logprobs"
+    num_columns = logits.shape[1]
+    size = num_columns * dist.get_world_size(group) if vocab_size is None else vocab_size
+    start = num_columns * dist.get_rank(group) if vocab_start is None else vocab_start
+    for field, value, least in (("vocab_size", size, 1), ("vocab_start", start, 0)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}: {field} must be an int, got {type(value).__name__}")
+        if not least <= value < 2**31:
+            raise ValueError(f"{name}: {field} must be from {least} to 2**31 - 1, got {value}")
+    return _Shard(start, group), size
 
 
 def _validate_support(op: str, logits: Tensor, support_ids: Tensor) -> None:
