@@ -136,7 +136,15 @@ def _patch_cuda_calls() -> None:
 
 
 def _patch_device_arguments() -> None:
-    """``device="cuda"`` in the schedules' token counts, ``pin_memory=True`` in RoPE under CP."""
+    """``device="cuda"`` in the schedules' token counts, ``pin_memory=True`` in RoPE under CP.
+
+    A block ``with torch.device(...)`` knows the functions that it gives its device to by identity,
+    from a set that is made at its first use. It must be made of the functions that are wrapped
+    here: else transformers' ``from_pretrained`` takes its meta tensors for real ones, and leaves
+    its buffers unset.
+    """
+    with torch.device("cpu"):
+        torch.empty(0)
 
     def on_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def made(*args: Any, **options: Any) -> Tensor:
