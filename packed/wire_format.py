@@ -188,7 +188,7 @@ class Outgoing(NamedTuple):
 def outgoing(function: str, name: str, given: Any) -> Outgoing:
     """The bytes of an array or ``WireArray``; copied only where not contiguous or big-endian."""
     where = f"{function}: field {name!r}"
-    if len(_encode_header(name)) > MAX_NAME_BYTES:
+    if _is_long(name):
         raise ValueError(f"{function}: a field's name has {len(name)} characters: {name[:40]!r}…")
     values, start = (given.values, given.start) if isinstance(given, WireArray) else (given, 0)
     if isinstance(values, Tensor):
@@ -324,7 +324,7 @@ def read_field(function: str, header: Any, limits: WireLimits) -> FieldHeader:
     if not isinstance(header, dict) or tuple(header) != FIELD_KEYS:
         malformed(function, f"a field's header must hold {', '.join(FIELD_KEYS)}, in this order")
     name = header["name"]
-    if not isinstance(name, str) or len(_encode_header(name)) > MAX_NAME_BYTES:
+    if not isinstance(name, str) or _is_long(name):
         malformed(function, "a field's name must be a short string")
     if not isinstance(header["dtype"], str) or header["dtype"] not in _DTYPES:
         malformed(function, f"unknown dtype {str(header['dtype'])[:40]!r}", name)
@@ -358,6 +358,11 @@ def read_field(function: str, header: Any, limits: WireLimits) -> FieldHeader:
     if len(digest) != _DIGITS.get(algorithm) or set(digest) - set("0123456789abcdef"):
         malformed(function, f"unknown checksum {_short(checksum)}", name)
     return FieldHeader(name, dtype, tuple(shape), start, num_bytes, algorithm, digest)
+
+
+def _is_long(name: str) -> bool:
+    """Spelled in JSON; a character takes up to 12 bytes there."""
+    return 12 * len(name) + 2 > MAX_NAME_BYTES and len(_encode_header(name)) > MAX_NAME_BYTES
 
 
 def _is_count(value: Any) -> bool:
