@@ -190,6 +190,17 @@ def lm_head(
     return Launch(kernel, run, 128, loads, stores)
 
 
+def float64_weight(kernel: str) -> Launch:
+    """Two elements are an access of 16 bytes."""
+
+    def run() -> None:
+        hidden, out = meta(TOKENS, 256, dtype=torch.float64), meta(9001, 256, dtype=torch.float64)
+        columns, grads = meta(TOKENS, 20, dtype=i32), meta(TOKENS, 20, dtype=torch.float64)
+        lm_head_members._add_weight_gradient_cuda(out, grads, hidden, columns, 0)
+
+    return Launch(kernel, run, 128, (64, 0.6), (64, 1.0))
+
+
 def gather_routes(
     captured: tuple[int, int],
     dtype: torch.dtype,
@@ -262,6 +273,8 @@ LAUNCHES = {
     "LM head of 512, hidden": lm_head("_grad_hidden_kernel", 512, (128, 0.6), (128, 1.0)),
     "LM head of 512, weight": lm_head("_grad_weight_kernel", 512, (128, 0.6), (128, 1.0)),
     "LM head of 512, parts": lm_head("_join_weight_parts_kernel", 512, (128, 0.8), (128, 1.0)),
+    "LM head of 256, float64 weight": float64_weight("_grad_weight_kernel"),
+    "LM head of 256, float64 parts": float64_weight("_join_weight_parts_kernel"),
     "LM head of 512, ragged": lm_head(
         "_project_members_kernel", 512, (128, 0.8), (8, 0.0), ragged=True
     ),
