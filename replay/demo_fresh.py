@@ -93,7 +93,7 @@ def sample(folder: Path) -> tuple[list[Request], list[Rollout], dict[str, Any]]:
         return [r for output in outputs for r in read_request_output(output, settings, model=model)]
 
     requests = first_requests(config["vocab_size"])
-    rollouts = run(requests[:-1]) + run(requests[-1:])  # rounding depends on what shares a batch
+    rollouts = run(requests)
     requests.append(
         next_turn(requests[-1], rollouts[-1].response_ids.tolist(), config["vocab_size"])
     )

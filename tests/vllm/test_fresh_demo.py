@@ -1,8 +1,8 @@
 """``make demo CAPTURE=fresh``: vLLM samples, Megatron replays, in one go, for both families.
 
 vLLM runs in this environment, the demo in the one around it, which has Megatron. vLLM's rounding
-moves with its batches, threads and CPU, and with it what is sampled, so the bounds are wider than
-those of the packaged captures: over 24 other requests of the qwen3_moe model 0.018 / 0.093 (mean /
+is another on another CPU, and with it what is sampled, so the bounds are wider than those of the
+packaged captures: over 24 other requests of the qwen3_moe model 0.018 / 0.093 (mean /
 max of |trainer - rollout| with both) were seen in fp32 and 0.023 / 0.149 in bf16, and in this test
 0.019 / 0.084 and 0.024 / 0.096 of qwen3_moe, 0.014 / 0.069 and 0.020 / 0.091 of glm4_moe.
 """
