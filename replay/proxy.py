@@ -189,7 +189,10 @@ def _retyped(headers: Any, content_type: str) -> Any:
 def main() -> None:
     from aiohttp import web
 
-    parser = argparse.ArgumentParser(prog="python -m packhorse.replay.proxy", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m packhorse.replay.proxy",
+        description="Packs the replies of a vLLM server to requests that ask for it.",
+    )
     parser.add_argument("--upstream", required=True, help="http://host:port of the server")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8001)
