@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--n", type=int, default=1, metavar="N", help="responses a prompt")
     parser.add_argument("--ignore-eos", action="store_true", help="sample max-tokens always")
     parser.add_argument("--device", choices=["cuda", "cpu"],
-                        help="default: cuda where torch finds it")  # fmt: skip
+                        help="default: what vLLM is built for")  # fmt: skip
     parser.add_argument("--engine", default="{}", metavar="JSON",
                         help="more arguments of vllm.LLM: '{\"max_model_len\": 4096}'")  # fmt: skip
     parser.add_argument("--concurrency", type=int, default=16, metavar="N",
@@ -209,7 +209,7 @@ def _json_prompt(where: str, line: str) -> Prompt:
 def _from_model(
     args: argparse.Namespace, prompts: Sequence[Prompt]
 ) -> tuple[list[Rollout], dict[str, Any]]:
-    settings, device = _settings(args)
+    settings = _settings(args)
     os.environ.update(settings.environment)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # one process and so one address space for prompts, engine and replies
@@ -222,7 +222,7 @@ def _from_model(
         reason = (str(error).strip().splitlines() or [""])[-1] or type(error).__name__
         raise Refused(f"vLLM {settings.version} does not start: {reason}") from error
     layers = preflight(llm, settings)
-    sys.stderr.write(f"vLLM {settings.version} on {device}: {layers}\n")
+    sys.stderr.write(f"vLLM {settings.version} on {settings.device}: {layers}\n")
     inputs = [_engine_input(llm, prompt) for prompt in prompts]
     asked = [
         SamplingParams(**settings.sampling | _seed(args, number)) for number in range(len(prompts))
@@ -236,23 +236,18 @@ def _from_model(
     dtype = str(llm.llm_engine.vllm_config.model_config.dtype).removeprefix("torch.")
     meta = _meta(args, settings.version, settings.sampling) | {
         "dtype": dtype,
-        "device": device,
+        "device": settings.device,
         "engine": {k: v for k, v in settings.engine.items() if _is_plain(v)},
     }
     return rollouts, meta
 
 
-def _settings(args: argparse.Namespace) -> tuple[CaptureSettings, str]:
+def _settings(args: argparse.Namespace) -> CaptureSettings:
     engine = _json_object("--engine", args.engine)
-    device = args.device
-    if device is None:
-        import torch
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         return capture_settings(
-            support=args.support, engine=engine, sampling=_sampling(args), device=device
-        ), device
+            support=args.support, engine=engine, sampling=_sampling(args), device=args.device
+        )
     except ModuleNotFoundError as error:
         if error.name != "vllm":
             raise

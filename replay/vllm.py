@@ -71,6 +71,7 @@ class CaptureSettings:
     sampling: dict[str, Any]  # arguments of SamplingParams
     environment: dict[str, str] = field(default_factory=dict)  # before vLLM is imported
     endpoint: str | None = None  # completions, chat or generate; None: in this process
+    device: str = "cuda"
 
     @property
     def minor(self) -> int:
@@ -123,7 +124,7 @@ def capture_settings(
     engine: Mapping[str, Any] | None = None,
     sampling: Mapping[str, Any] | None = None,
     version: str | None = None,
-    device: Literal["cuda", "cpu"] = "cuda",
+    device: Literal["cuda", "cpu"] | None = None,
     endpoint: Literal["completions", "chat", "generate"] | None = None,
     streaming: bool = False,
     preflight: bool = False,
@@ -139,7 +140,8 @@ def capture_settings(
         engine, sampling: arguments of ``LLM`` and ``SamplingParams`` that the caller wants; they
             are kept, and completed.
         version: of vLLM; by default the installed one, whose plugins are looked at too.
-        device: what the engine runs on.
+        device: what the engine runs on; by default what the installed vLLM is for, and "cuda" for
+            a version that is named.
         endpoint: of the HTTP server; by default the engine is in this process or a child of it.
         streaming: the reply comes in parts.
         preflight: let the workers report their layers (``worker_extension_cls``), which an engine
@@ -163,6 +165,8 @@ def capture_settings(
 
         version = vllm.__version__
     minor = _minor(name, version)
+    if device is None:
+        device = _installed_device() if installed else "cuda"
     wants = frozenset(
         word
         for word, wanted in (
@@ -218,6 +222,7 @@ def capture_settings(
         sampling=asked,
         environment=runner,
         endpoint=endpoint,
+        device=device,
     )
 
 
@@ -226,6 +231,14 @@ def _minor(name: str, version: Any) -> int:
     if found is None:
         raise ValueError(f"{name}: version must be like '0.32.0', got {version!r}")
     return NEWEST if int(found[1]) else int(found[2])
+
+
+def _installed_device() -> Literal["cuda", "cpu"]:
+    try:
+        from vllm.platforms import current_platform
+    except ImportError:
+        return "cuda"
+    return "cpu" if current_platform.is_cpu() else "cuda"
 
 
 def _refuse_plugins(name: str) -> None:

@@ -53,6 +53,15 @@ def engine_here(folder: Path, arguments: dict[str, Any]) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
+def server(tmp_path_factory) -> Iterator[str]:
+    """The address of one HTTP server of tiny_moe for all modules."""
+    from tests.vllm.http_server import serving
+
+    with serving(tmp_path_factory.mktemp("server") / "log") as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
 def generate() -> Callable[..., list[Any]]:
     """``generate(llm, [(prompt ids, sampling), ...])``: the outputs, of one batch."""
 

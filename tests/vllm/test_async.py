@@ -5,6 +5,7 @@ top_k the last place is always shared, and the sampler of this build keeps both.
 """
 
 import asyncio
+import gc
 import shutil
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
@@ -64,6 +65,8 @@ def engine(loop, settings, tied_model) -> Iterator[Any]:
     made = loop.run_until_complete(start())
     yield made
     made.shutdown()
+    del made
+    gc.collect()  # at the interpreter's end its finalizer would find nothing of vLLM
     loop.run_until_complete(asyncio.sleep(0))
 
 

@@ -58,6 +58,8 @@ def sampled(llm, settings, generate) -> SimpleNamespace:
 
 def test_the_installed_version_is_asked(settings):
     assert settings.version.startswith("0.32.")
+    unnamed = capture_settings(support="mask", sampling=SAMPLING, engine=SMALL)
+    assert unnamed == settings, "that it is built for a CPU is seen"
     assert settings.environment == {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
