@@ -113,6 +113,20 @@ def add_weight_gradient_reference(
 # --- Triton ---------------------------------------------------------------------------------------
 
 
+@triton.jit
+def _products(rows, wanted, hidden):
+    """[BLOCK_C] of rows [BLOCK_C, BLOCK_H] of the weight, with hidden states [BLOCK_H]."""
+    weight = tl.load(rows, mask=wanted, other=0.0)
+    return tl.sum(weight.to(tl.float32) * hidden[None, :], axis=1)
+
+
+@triton.jit
+def _sum_of_rows(rows, wanted, grad):
+    """[BLOCK_H]: rows of the weight, each times its gradient."""
+    weight = tl.load(rows, mask=wanted, other=0.0)
+    return tl.sum(weight.to(tl.float32) * grad[:, None], axis=0)
+
+
 @triton.jit(
     repr=kernel_name("project_members", "weight_ptr", "WHOLE"),
     do_not_specialize=[
@@ -159,11 +173,13 @@ def _project_members_kernel(
         here = (row >= vocab_start) & (row - vocab_start < num_rows)
         row = tl.where(here, row - vocab_start, 0)
         rows = weight_ptr + (row.to(tl.int64) * stride_weight)[:, None] * VEC + cols[None, :]
-        if WHOLE:
-            weight = tl.load(rows, mask=here[:, None], other=0.0)
-        else:
-            weight = tl.load(rows, mask=here[:, None] & in_row[None, :], other=0.0)
-        logits = tl.sum(weight.to(tl.float32) * hidden[None, :], axis=1)
+        wanted = here[:, None] if WHOLE else here[:, None] & in_row[None, :]
+        if tokens_ptr is None:
+            logits = _products(rows, wanted, hidden)
+        else:  # a row of a class may be much narrower: its members stand together, at its end
+            logits = tl.zeros([BLOCK_C], tl.float32)
+            if tl.max(here.to(tl.int32), axis=0) > 0:
+                logits = _products(rows, wanted, hidden)
         logits = tl.where(here, logits, 0.0)
         if bias_ptr is not None:
             first_slice = here & (tl.program_id(1) == 0)
@@ -208,12 +224,13 @@ def _grad_hidden_kernel(
         here = (row >= vocab_start) & (row - vocab_start < num_rows) & (grad != 0.0)
         row = tl.where(here, row - vocab_start, 0)
         rows = weight_ptr + (row.to(tl.int64) * stride_weight)[:, None] * VEC + cols[None, :]
-        if WHOLE:
-            weight = tl.load(rows, mask=here[:, None], other=0.0)
-        else:
-            weight = tl.load(rows, mask=here[:, None] & in_row[None, :], other=0.0)
+        wanted = here[:, None] if WHOLE else here[:, None] & in_row[None, :]
         grad = tl.where(here, grad, 0.0)
-        total += tl.sum(weight.to(tl.float32) * grad[:, None], axis=0)
+        if tokens_ptr is None:
+            total += _sum_of_rows(rows, wanted, grad)
+        else:
+            if tl.max(here.to(tl.int32), axis=0) > 0:
+                total += _sum_of_rows(rows, wanted, grad)
     total = total.to(out_ptr.dtype.element_ty)
     if tokens_ptr is None:
         if WHOLE:
@@ -339,7 +356,7 @@ _BLOCK_C, _BLOCK_H = 4, 512
 _CHUNK, _BLOCK_N, _WEIGHT_BLOCK_H = 64, 8, 256
 #: What partial sums may take: bytes a token, less those that sorted pairs take where a token has
 #: more than so many, so that both stay small beside the logits that are not made.
-_PARTS_BYTES, _PAIR_BYTES, _FREE_PAIRS = 2048, 24, 32
+_PARTS_BYTES, _PAIR_BYTES, _FREE_PAIRS = 2048, 24, 20
 
 
 def _slice(hidden_size: int) -> tuple[int, int]:

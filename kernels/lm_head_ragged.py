@@ -33,7 +33,7 @@ from packhorse.kernels.members import (
     score_members,
     sum_parts,
 )
-from packhorse.kernels.rows import gather_rows, scatter_rows
+from packhorse.kernels.rows import gather_rows, put_rows, scatter_rows
 from packhorse.kernels.support import SupportScores, wants_gradients
 from packhorse.kernels.support_rows import check_ragged_rows, pad_ragged_support
 
@@ -242,11 +242,7 @@ def _put_class(
             parts, grads[some].view(-1, _ADDED), weight, of_pieces, vocab_start, order
         )
         sums = parts.view(-1, count, out.shape[1]).sum(1).to(out.dtype)
-        # a slot that is not named keeps what it has
-        places = scatter_rows(
-            torch.arange(sums.shape[0], device=out.device), tokens[some], out.shape[0], fill=-1
-        )
-        out.copy_(torch.where(places[:, None] >= 0, gather_rows(sums, places), out))
+        put_rows(out, sums, tokens[some])
 
 
 # --- public API -----------------------------------------------------------------------------------

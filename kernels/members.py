@@ -47,7 +47,7 @@ SAMPLED_IMPOSSIBLE: Final = 4
 
 _INF: Final = float("inf")
 #: Ids of a row that one program sorts; wider rows are sorted by torch.
-_MAX_SORTED: Final = 4096
+MAX_SORTED: Final = 4096
 
 # --- reference: the specification, and what CPU tensors run ---------------------------------------
 
@@ -145,6 +145,50 @@ def grad_members_reference(
 # --- Triton ---------------------------------------------------------------------------------------
 
 
+@triton.jit
+def ordered_ids(ids_ptr, cells, inside, c, vocab_size, BLOCK_C: tl.constexpr):
+    """Ids of a tile's rows, pads first and then ascending; which are members; how many of each."""
+    pad: tl.constexpr = -2147483648  # sorts before every id, which is at least one more
+    ids = tl.load(ids_ptr + cells, mask=inside, other=-1).to(tl.int64)
+    ids = tl.minimum(tl.maximum(ids, pad + 1), 2147483647).to(tl.int32)
+    ids = tl.sort(tl.where(inside, ids, pad), dim=1)
+    place = c[None, :] + tl.zeros_like(ids)
+    before = tl.gather(ids, tl.maximum(place - 1, 0), 1)
+    named = (ids != -1) & (ids != pad)
+    member = ((ids != before) | (place == 0)) & (ids >= 0) & (ids < vocab_size)
+    num_named = tl.sum(named.to(tl.int32), axis=1)
+    num_members = tl.sum(member.to(tl.int32), axis=1)
+    return ids, member, num_named, num_members
+
+
+@triton.jit
+def scored_tile(z, columns, known, sampled_id, scale):
+    """Logprob, entropy, status and member logprobs of rows; ``known``: their status before."""
+    inf: tl.constexpr = float("inf")
+    z = tl.div_rn(z, scale[:, None] + tl.zeros_like(z))
+    member = columns >= 0
+    sampled = member & (columns.to(tl.int64) == sampled_id[:, None])
+    is_sampled = tl.max(sampled.to(tl.int32), axis=1) > 0
+    impossible = tl.max((sampled & (z == -inf)).to(tl.int32), axis=1) > 0
+    # 3: outside, 4: impossible
+    status = tl.where(known != 0, known, tl.where(~is_sampled, 3, tl.where(impossible, 4, 0)))
+    ok = status == 0
+
+    live = member & (z != -inf) & ok[:, None]
+    top = tl.where(ok, tl.max(tl.where(live, z, -inf), axis=1), 0.0)
+    shifted = z - top[:, None]
+    # a spread past float32 stays finite; a NaN stays NaN
+    shifted = tl.where(shifted < -3.4028234663852886e38, -3.4028234663852886e38, shifted)
+    shifted = tl.where(live, shifted, 0.0)
+    weights = tl.where(live, tl.exp(shifted), 0.0)
+    total = tl.where(ok, tl.sum(weights, axis=1), 1.0)
+    log_total = tl.log(total)
+    logprob = tl.sum(tl.where(sampled, shifted, 0.0), axis=1) - log_total
+    entropy = log_total - tl.div_rn(tl.sum(weights * shifted, axis=1), total)
+    members = tl.where(live, shifted - log_total[:, None], -inf)
+    return tl.where(ok, logprob, 0.0), tl.where(ok, entropy, 0.0), status, members
+
+
 @triton.jit(
     repr=kernel_name("order_support", "ids_ptr", "BLOCK_C"),
     do_not_specialize=["num_tokens", "width", "vocab_size"],
@@ -165,16 +209,9 @@ def _order_support_kernel(
     c = tl.arange(0, BLOCK_C)
     cells = token.to(tl.int64)[:, None] * width + c[None, :]
     inside = known[:, None] & (c < width)[None, :]
-    pad: tl.constexpr = -2147483648  # sorts before every id, which is at least one more
-    ids = tl.load(ids_ptr + cells, mask=inside, other=-1).to(tl.int64)
-    ids = tl.minimum(tl.maximum(ids, pad + 1), 2147483647).to(tl.int32)
-    ids = tl.sort(tl.where(inside, ids, pad), dim=1)
-    place = c[None, :] + tl.zeros_like(ids)
-    before = tl.gather(ids, tl.maximum(place - 1, 0), 1)
-    named = (ids != -1) & (ids != pad)
-    member = ((ids != before) | (place == 0)) & (ids >= 0) & (ids < vocab_size)
-    num_named = tl.sum(named.to(tl.int32), axis=1)
-    num_members = tl.sum(member.to(tl.int32), axis=1)
+    ids, member, num_named, num_members = ordered_ids(
+        ids_ptr, cells, inside, c, vocab_size, BLOCK_C
+    )
     # 1: missing, 2: invalid
     status = tl.where(num_named == 0, 1, tl.where(num_members == 0, 2, 0))
     tl.store(status_ptr + token, status.to(tl.uint8), mask=known)
@@ -205,7 +242,6 @@ def _score_members_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,  # >= C
 ):
-    inf: tl.constexpr = float("inf")
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     known = token < num_tokens
     c = tl.arange(0, BLOCK_C)
@@ -217,36 +253,16 @@ def _score_members_kernel(
     for _ in range(0, num_parts):
         z += tl.load(logits_ptr + (first * width + cells), mask=inside, other=0.0)
         first += num_tokens
-    if temperatures_ptr is None:
-        z = tl.div_rn(z, temperature + tl.zeros_like(z))
-    else:
+    scale = temperature + tl.zeros([BLOCK_T], tl.float32)
+    if temperatures_ptr is not None:
         scale = tl.load(temperatures_ptr + token, mask=known, other=1.0)
-        z = tl.div_rn(z, scale[:, None] + tl.zeros_like(z))
     sampled_id = tl.load(sampled_ptr + token, mask=known, other=-1)
-    member = columns >= 0
-    sampled = member & (columns.to(tl.int64) == sampled_id[:, None])
-    is_sampled = tl.max(sampled.to(tl.int32), axis=1) > 0
-    impossible = tl.max((sampled & (z == -inf)).to(tl.int32), axis=1) > 0
-    status = tl.load(known_ptr + token, mask=known, other=1).to(tl.int32)
-    # 3: outside, 4: impossible
-    status = tl.where(status != 0, status, tl.where(~is_sampled, 3, tl.where(impossible, 4, 0)))
-    ok = status == 0
-
-    live = member & (z != -inf) & ok[:, None]
-    top = tl.where(ok, tl.max(tl.where(live, z, -inf), axis=1), 0.0)
-    shifted = z - top[:, None]
-    # a spread past float32 stays finite; a NaN stays NaN
-    shifted = tl.where(shifted < -3.4028234663852886e38, -3.4028234663852886e38, shifted)
-    shifted = tl.where(live, shifted, 0.0)
-    weights = tl.where(live, tl.exp(shifted), 0.0)
-    total = tl.where(ok, tl.sum(weights, axis=1), 1.0)
-    log_total = tl.log(total)
-    logprob = tl.sum(tl.where(sampled, shifted, 0.0), axis=1) - log_total
-    entropy = log_total - tl.div_rn(tl.sum(weights * shifted, axis=1), total)
-    tl.store(logprobs_ptr + token, tl.where(ok, logprob, 0.0), mask=known)
-    tl.store(entropy_ptr + token, tl.where(ok, entropy, 0.0), mask=known)
+    before = tl.load(known_ptr + token, mask=known, other=1).to(tl.int32)
+    logprob, entropy, status, members = scored_tile(z, columns, before, sampled_id, scale)
+    tl.store(logprobs_ptr + token, logprob, mask=known)
+    tl.store(entropy_ptr + token, entropy, mask=known)
     tl.store(status_ptr + token, status.to(tl.uint8), mask=known)
-    tl.store(members_ptr + cells, tl.where(live, shifted - log_total[:, None], -inf), mask=inside)
+    tl.store(members_ptr + cells, members, mask=inside)
 
 
 @triton.jit(
@@ -295,7 +311,7 @@ _launch_grad_members = Launcher(_grad_members_kernel)
 _BLOCK = 256
 
 
-def _row_tile(width: int) -> tuple[int, int, int]:
+def row_tile(width: int) -> tuple[int, int, int]:
     """Warps, BLOCK_T, BLOCK_C of rows of C entries: four rows a warp where they are narrow.
 
     At least two warps: the exchange of one warp with itself is what racecheck takes for a hazard.
@@ -307,12 +323,12 @@ def _row_tile(width: int) -> tuple[int, int, int]:
 
 def _order_support_cuda(support_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
     num_tokens, width = support_ids.shape
-    if width > _MAX_SORTED or support_ids.numel() == 0:
+    if width > MAX_SORTED or support_ids.numel() == 0:
         return order_support_reference(support_ids, vocab_size)
     columns = support_ids.new_empty((num_tokens, width), dtype=torch.int32)
     status = support_ids.new_empty((num_tokens,), dtype=torch.uint8)
     ignored = support_ids.new_empty((num_tokens,), dtype=torch.int32)
-    num_warps, block_t, block_c = _row_tile(width)
+    num_warps, block_t, block_c = row_tile(width)
     _launch_order_support(
         (-(-num_tokens // block_t),),
         (support_ids.contiguous(), columns, status, ignored, num_tokens, width, vocab_size),
@@ -327,13 +343,13 @@ def _score_members_cuda(
     temperatures: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     num_tokens, width = columns.shape
-    if logits.dtype == torch.float64 or width > _MAX_SORTED or columns.numel() == 0:
+    if logits.dtype == torch.float64 or width > MAX_SORTED or columns.numel() == 0:
         return score_members_reference(
             logits, columns, known, sampled_ids, temperature, temperatures
         )
     logprobs, entropy = logits.new_empty((num_tokens,)), logits.new_empty((num_tokens,))
     status, members = torch.empty_like(known), logits.new_empty((num_tokens, width))
-    num_warps, block_t, block_c = _row_tile(width)
+    num_warps, block_t, block_c = row_tile(width)
     _launch_score_members(
         (-(-num_tokens // block_t),),
         (

@@ -56,6 +56,7 @@ from packhorse.kernels.members import (
     order_support,
     score_members,
 )
+from packhorse.kernels.support_logits import put_logit_grads, score_logits
 
 __all__ = [
     "SAMPLED_IMPOSSIBLE",
@@ -115,25 +116,30 @@ def _score_logits(
 ) -> tuple[SupportScores, Tensor, Tensor]:
     """Returns the scores, and for the backward: columns [T, C] int32, member_logprobs [T, C]."""
     vocab_size = logits.shape[1] if vocab_size is None else vocab_size
+    if shard is None:
+        wide = logits.dtype if logits.dtype == torch.float64 else torch.float32
+        *row, columns, member_logprobs = score_logits(
+            logits, support_ids, sampled_ids, vocab_size,
+            *as_operand(temperature, logits, wide),
+        )  # fmt: skip
+        return SupportScores(*row), columns, member_logprobs
     columns, known, num_ignored = order_support(support_ids, vocab_size)
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    # an entry that is no member reads some column, and its value is never selected
-    if shard is None:
-        members = logits.gather(1, columns.clamp(min=0).long()).to(wide)
-    else:
-        local, here = shard.local(columns, logits.shape[1])
-        members = torch.where(here, logits.gather(1, local.long()).to(wide), 0.0)
-        dist.all_reduce(members, group=shard.group)
+    local, here = shard.local(columns, logits.shape[1])
+    members = torch.where(here, logits.gather(1, local.long()).to(wide), 0.0)
+    dist.all_reduce(members, group=shard.group)
     logprobs, entropy, status, member_logprobs = score_members(
         members[None], columns, known, sampled_ids, *as_operand(temperature, members)
     )
     return SupportScores(logprobs, entropy, status, num_ignored), columns, member_logprobs
 
 
-def as_operand(temperature: float, like: Tensor) -> tuple[float, Tensor | None]:
+def as_operand(
+    temperature: float, like: Tensor, dtype: torch.dtype | None = None
+) -> tuple[float, Tensor | None]:
     """``temperature`` and ``temperatures`` for an operator; of ``like`` [T, C] the dtype."""
     if torch.compiler.is_compiling():
-        return 1.0, like.new_ones((like.shape[0],)) * temperature
+        return 1.0, like.new_ones((like.shape[0],), dtype=dtype) * temperature
     return temperature, None
 
 
@@ -143,16 +149,6 @@ def wants_gradients(*inputs: Tensor | None) -> bool:
     if forward_ad._current_level >= 0:
         return True
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-
-
-def _grad_logits(
-    out: Tensor,  # [T, num_columns], all 0
-    grad_members: Tensor,  # [T, C]
-    columns: Tensor,  # [T, C] int32
-) -> Tensor:
-    """The gradient of the logits, written to ``out``; each member has its own place."""
-    # entries that are no member add 0 to some column, whatever the order
-    return out.scatter_add_(1, columns.clamp(min=0).long(), grad_members.to(out.dtype))
 
 
 def full_logprobs_reference(
@@ -231,18 +227,34 @@ class _SupportLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy, _grad_status, _grad_num_ignored):
         columns, member_logprobs, entropy, sampled_ids, *overwritten = ctx.saved_tensors
-        grads = grad_members(
+        if overwritten:
+            out = _all_zero(overwritten[0].detach())
+        elif torch.compiler.is_compiling():
+            out = columns.new_zeros((columns.shape[0], ctx.num_columns), dtype=ctx.dtype)
+        else:
+            shape = columns.shape[0], ctx.num_columns
+            out = _all_zero(columns.new_empty(shape, dtype=ctx.dtype))
+        arguments = (
             grad_logprobs, grad_entropy, columns, member_logprobs, entropy, sampled_ids,
             *as_operand(ctx.temperature, member_logprobs),
         )  # fmt: skip
-        if overwritten:
-            out = overwritten[0].detach().zero_()
+        if ctx.shard is None:
+            put_logit_grads(out, *arguments)
         else:
-            out = grads.new_zeros((columns.shape[0], ctx.num_columns), dtype=ctx.dtype)
-        if ctx.shard is not None:
-            columns, here = ctx.shard.local(columns, ctx.num_columns)
-            grads = torch.where(here, grads, 0.0)
-        return _grad_logits(out, grads, columns), *(None,) * 6
+            local, here = ctx.shard.local(columns, ctx.num_columns)
+            # an entry that is no member adds 0 to some column, whatever the order
+            grads = torch.where(here, grad_members(*arguments), 0.0).to(out.dtype)
+            out.scatter_add_(1, local.long(), grads)
+        return out, *(None,) * 6
+
+
+def _all_zero(x: Tensor) -> Tensor:
+    """``x.zero_()``, of narrow floats as wider words: a third faster on an H200."""
+    if x.is_contiguous() and x.itemsize < 4 and x.numel() * x.itemsize % 4 == 0:
+        x.view(-1).view(torch.int32).zero_()
+    else:
+        x.zero_()
+    return x
 
 
 class _FullLogprobs(torch.autograd.Function):

@@ -25,6 +25,7 @@ from packhorse.kernels import (
     members,
     routes,
     rows,
+    support_logits,
     support_rows,
     tables,
     validate,
@@ -166,6 +167,18 @@ def member_rows(kernel: str, width: int, registers: int = 96) -> Launch:
     return Launch(kernel, run, registers)
 
 
+def from_logits(kernel: str, width: int) -> Launch:
+    """Members of logits, each cell by itself."""
+
+    def run() -> None:
+        logits, columns = meta(TOKENS, 9001, dtype=torch.bfloat16), meta(TOKENS, width, dtype=i32)
+        members_, row = meta(TOKENS, width, dtype=torch.float32), meta(TOKENS, dtype=torch.float32)
+        support_logits._score_logits_cuda(logits, columns, ids(), 9001, 0.7)
+        support_logits._put_logit_grads_cuda(logits, row, row, columns, members_, row, ids(), 0.7)
+
+    return Launch(kernel, run, 96)
+
+
 def lm_head(
     kernel: str, hidden_size: int, loads: tuple[int, float], stores: tuple[int, float],
     *, ragged: bool = False,
@@ -268,6 +281,9 @@ LAUNCHES = {
     "score support of 20": member_rows("_score_members_kernel", 20),
     "score support of 1000": member_rows("_score_members_kernel", 1000),
     "gradients of members": member_rows("_grad_members_kernel", 20),
+    "score support of 20 from logits": from_logits("_score_logits_kernel", 20),
+    "score support of 1000 from logits": from_logits("_score_logits_kernel", 1000),
+    "gradients of logits": from_logits("_put_logit_grads_kernel", 20),
     "LM head of 512": lm_head("_project_members_kernel", 512, (128, 0.8), (8, 0.0)),
     "LM head of 520": lm_head("_project_members_kernel", 520, (128, 0.8), (8, 0.0)),
     "LM head of 512, hidden": lm_head("_grad_hidden_kernel", 512, (128, 0.6), (128, 1.0)),

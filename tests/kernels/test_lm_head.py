@@ -392,6 +392,43 @@ def test_operators_pass_opcheck(device):
     torch.library.opcheck(ops.add_weight_gradient.default, (out, grads, states, columns, 0))
 
 
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("width", [1, 5, 20, 33])
+def test_members_of_logits_are_those_of_the_parts_bit_for_bit(width, dtype, device):
+    """One launch is ``order_support``, a gather and ``score_members``; its backward likewise."""
+    vocab = 50
+    logits, _, _, _ = draw(9, vocab, 4, 2, device=device, seed=3)
+    generator = torch.Generator().manual_seed(width)
+    ids = torch.randint(-2, vocab + 3, (9, width), generator=generator, dtype=torch.int32)
+    ids[0], ids[1], ids[2, 0] = -1, vocab + 1, 7
+    sampled = ids[:, 0].long().clamp(0, vocab - 1).to(device)
+    logits, ids = logits.detach().to(dtype), ids.to(device)
+    logits[3, 5:20] = -float("inf")
+    ops = torch.ops.packhorse
+    logprobs, entropy, status, ignored, columns, members = ops.score_logits(
+        logits, ids, sampled, vocab, 0.7
+    )
+    torch.library.opcheck(ops.score_logits.default, (logits, ids, sampled, vocab, 0.7))
+    wanted, known, num_ignored = ops.order_support(ids, vocab)
+    parts = logits.gather(1, wanted.clamp(min=0).long()).to(logprobs.dtype)[None]
+    scored = ops.score_members(parts, wanted, known, sampled, 0.7)
+    for found, expected in zip(
+        (columns, ignored, logprobs, entropy, status, members),
+        (wanted, num_ignored, *scored),
+        strict=True,
+    ):
+        assert torch.equal(found, expected)
+    assert (status == 0).any()
+    assert (status != 0).any()
+    given = (torch.ones_like(logprobs), entropy, columns, members, entropy, sampled, 0.7)
+    out = torch.zeros_like(logits)
+    ops.put_logit_grads(out, *given)
+    grads = ops.grad_members(*given).to(dtype)
+    placed = torch.zeros_like(logits).scatter_add_(1, columns.clamp(min=0).long(), grads)
+    assert torch.equal(out, placed)
+    torch.library.opcheck(ops.put_logit_grads.default, (torch.zeros_like(logits), *given))
+
+
 def test_logits_of_shards_add_up_to_the_whole_bit_for_bit(device):
     """What ranks do, one after another: each shard's logits, their sum, each shard's gradients."""
     states, weight, ids, _ = draw(*SHAPES[0], dtype=F32, device=device, seed=6)

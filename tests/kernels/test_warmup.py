@@ -71,7 +71,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 #: compiled by their first call: they depend on the model's LM head, not on routes and layouts
 LM_HEAD = {
     "_project_members_kernel", "_grad_hidden_kernel", "_grad_weight_kernel",
-    "_join_weight_parts_kernel",
+    "_join_weight_parts_kernel", "_order_support_kernel", "_score_members_kernel",
+    "_grad_members_kernel",
 }  # fmt: skip
 NOT_WARMED = {"_fill_dummy_routes_kernel", *LM_HEAD}
 LAYOUT_SETTINGS = ("format", "tp_size", "cp_size", "cp_order", "sequence_parallel")

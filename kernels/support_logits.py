@@ -1,0 +1,267 @@
+"""Logits of members, read and written where the model has them: one launch each.
+
+    score_logits      order_support, the logits of members, score_members    reads [T, V] at [T, C]
+    put_logit_grads   out[t, column] = gradient of the member's logit        out [T, V], 0 before
+
+What each is composed of is the specification (``members.py``) and what CPU tensors run; a row's
+members stand at the same places of a tile here as there, so the sums are equal bit for bit. A
+sector of 32 bytes a member is what must be read of logits.
+
+Sizes: T tokens, C candidates a row, V vocabulary.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from packhorse.kernels.launch import Launcher, called_directly, kernel_name
+from packhorse.kernels.members import (
+    MAX_SORTED,
+    grad_members_reference,
+    order_support_reference,
+    ordered_ids,
+    row_tile,
+    score_members_reference,
+    scored_tile,
+)
+
+# --- reference: the specification, and what CPU tensors run ---------------------------------------
+
+
+def score_logits_reference(
+    logits: Tensor,  # [T, V]
+    support_ids: Tensor,  # [T, C]
+    sampled_ids: Tensor,  # [T] int64
+    vocab_size: int,
+    temperature: float,
+    temperatures: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns logprobs, entropy, status, num_ignored [T], columns and member_logprobs [T, C]."""
+    columns, known, num_ignored = order_support_reference(support_ids, vocab_size)
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    # an entry that is no member reads some column, and its value is never selected
+    members = logits.gather(1, columns.clamp(min=0).long()).to(wide)
+    logprobs, entropy, status, member_logprobs = score_members_reference(
+        members[None], columns, known, sampled_ids, temperature, temperatures
+    )
+    return logprobs, entropy, status, num_ignored, columns, member_logprobs
+
+
+def put_logit_grads_reference(
+    out: Tensor,  # [T, V], 0 where members stand; written in place
+    grad_logprobs: Tensor,  # [T]
+    grad_entropy: Tensor,  # [T]
+    columns: Tensor,  # [T, C] int32
+    member_logprobs: Tensor,  # [T, C]
+    entropy: Tensor,  # [T]
+    sampled_ids: Tensor,  # [T] int64
+    temperature: float,
+    temperatures: Tensor | None = None,
+) -> None:
+    grads = grad_members_reference(
+        grad_logprobs, grad_entropy, columns, member_logprobs, entropy, sampled_ids, temperature,
+        temperatures,
+    )  # fmt: skip
+    # entries that are no member add 0 to some column, whatever the order
+    out.scatter_add_(1, columns.clamp(min=0).long(), grads.to(out.dtype))
+
+
+# --- Triton ---------------------------------------------------------------------------------------
+
+
+@triton.jit(
+    repr=kernel_name("score_logits", "logits_ptr", "BLOCK_C"),
+    do_not_specialize=[
+        "num_tokens", "width", "vocab_size", "stride_token", "stride_column", "temperature",
+    ],
+)  # fmt: skip
+def _score_logits_kernel(
+    logits_ptr,  # [T, V]
+    ids_ptr,  # [T, C]
+    sampled_ptr,  # [T] int64
+    temperatures_ptr,  # [T] float32, or None: ``temperature``
+    logprobs_ptr,  # [T] float32
+    entropy_ptr,  # [T] float32
+    status_ptr,  # [T] uint8
+    ignored_ptr,  # [T] int32
+    columns_ptr,  # [T, C] int32
+    members_ptr,  # [T, C] float32
+    num_tokens,  # T
+    width,  # C
+    vocab_size,  # V
+    stride_token,
+    stride_column,
+    temperature,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,  # >= C
+):
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    in_batch = token < num_tokens
+    c = tl.arange(0, BLOCK_C)
+    cells = token.to(tl.int64)[:, None] * width + c[None, :]
+    inside = in_batch[:, None] & (c < width)[None, :]
+    ids, member, num_named, num_members = ordered_ids(
+        ids_ptr, cells, inside, c, vocab_size, BLOCK_C
+    )
+    # pads were sorted to the front: to where ``score_members`` finds a row
+    place = tl.minimum(c + (BLOCK_C - width), BLOCK_C - 1)[None, :] + tl.zeros_like(ids)
+    columns = tl.gather(tl.where(member, ids, -1), place, 1)
+    columns = tl.where(inside, columns, -1)
+    source = token.to(tl.int64)[:, None] * stride_token + columns.to(tl.int64) * stride_column
+    z = tl.load(logits_ptr + source, mask=columns >= 0, other=0.0).to(tl.float32)
+    known = tl.where(num_named == 0, 1, tl.where(num_members == 0, 2, 0))
+    scale = temperature + tl.zeros([BLOCK_T], tl.float32)
+    if temperatures_ptr is not None:
+        scale = tl.load(temperatures_ptr + token, mask=in_batch, other=1.0)
+    sampled_id = tl.load(sampled_ptr + token, mask=in_batch, other=-1)
+    logprob, entropy, status, members = scored_tile(z, columns, known, sampled_id, scale)
+    tl.store(logprobs_ptr + token, logprob, mask=in_batch)
+    tl.store(entropy_ptr + token, entropy, mask=in_batch)
+    tl.store(status_ptr + token, status.to(tl.uint8), mask=in_batch)
+    tl.store(ignored_ptr + token, num_named - num_members, mask=in_batch)
+    tl.store(columns_ptr + cells, columns, mask=inside)
+    tl.store(members_ptr + cells, members, mask=inside)
+
+
+@triton.jit(
+    repr=kernel_name("put_logit_grads", "out_ptr"),
+    do_not_specialize=["num_cells", "width", "stride_token", "stride_column", "temperature"],
+)
+def _put_logit_grads_kernel(
+    out_ptr,  # [T, V]
+    grad_logprobs_ptr,  # [T] float32
+    grad_entropy_ptr,  # [T] float32
+    columns_ptr,  # [T, C] int32
+    members_ptr,  # [T, C] float32
+    entropy_ptr,  # [T] float32
+    sampled_ptr,  # [T] int64
+    temperatures_ptr,  # [T] float32, or None: ``temperature``
+    num_cells,  # T * C
+    width,  # C
+    stride_token,
+    stride_column,
+    temperature,
+    BLOCK: tl.constexpr,
+):
+    inf: tl.constexpr = float("inf")
+    cell = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = cell < num_cells
+    token = cell // width
+    log_p = tl.load(members_ptr + cell, mask=inside, other=-inf)
+    column = tl.load(columns_ptr + cell, mask=inside, other=-1)
+    live = log_p != -inf
+    grad_logprob = tl.load(grad_logprobs_ptr + token, mask=inside, other=0.0)
+    grad_entropy = tl.load(grad_entropy_ptr + token, mask=inside, other=0.0)
+    entropy = tl.load(entropy_ptr + token, mask=inside, other=0.0)
+    sampled_id = tl.load(sampled_ptr + token, mask=inside, other=-1)
+    log_p = tl.where(live, log_p, 0.0)
+    p = tl.exp(log_p)
+    chosen = (column.to(tl.int64) == sampled_id).to(tl.float32)
+    grad = grad_logprob * (chosen - p) - grad_entropy * p * (log_p + entropy)
+    if temperatures_ptr is None:
+        grad = tl.div_rn(grad, temperature + tl.zeros_like(grad))
+    else:
+        grad = tl.div_rn(grad, tl.load(temperatures_ptr + token, mask=inside, other=1.0))
+    place = token * stride_token + column.to(tl.int64) * stride_column
+    tl.store(out_ptr + place, grad.to(out_ptr.dtype.element_ty), mask=live & (column >= 0))
+
+
+_launch_score_logits = Launcher(_score_logits_kernel)
+_launch_put_logit_grads = Launcher(_put_logit_grads_kernel)
+_BLOCK = 256
+
+
+def _score_logits_cuda(
+    logits: Tensor, support_ids: Tensor, sampled_ids: Tensor, vocab_size: int, temperature: float,
+    temperatures: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    num_tokens, width = support_ids.shape
+    if logits.dtype == torch.float64 or width > MAX_SORTED or support_ids.numel() == 0:
+        return score_logits_reference(
+            logits, support_ids, sampled_ids, vocab_size, temperature, temperatures
+        )
+    logprobs = logits.new_empty((num_tokens,), dtype=torch.float32)
+    entropy = logits.new_empty((num_tokens,), dtype=torch.float32)
+    status = support_ids.new_empty((num_tokens,), dtype=torch.uint8)
+    ignored = support_ids.new_empty((num_tokens,), dtype=torch.int32)
+    columns = support_ids.new_empty((num_tokens, width), dtype=torch.int32)
+    members = logits.new_empty((num_tokens, width), dtype=torch.float32)
+    num_warps, block_t, block_c = row_tile(width)
+    _launch_score_logits(
+        (-(-num_tokens // block_t),),
+        (
+            logits, support_ids.contiguous(), sampled_ids.contiguous(), temperatures, logprobs,
+            entropy, status, ignored, columns, members, num_tokens, width, vocab_size,
+            logits.stride(0), logits.stride(1), temperature,
+        ),
+        (block_t, block_c),
+        num_warps,
+    )  # fmt: skip
+    return logprobs, entropy, status, ignored, columns, members
+
+
+def _put_logit_grads_cuda(
+    out: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor, columns: Tensor,
+    member_logprobs: Tensor, entropy: Tensor, sampled_ids: Tensor, temperature: float,
+    temperatures: Tensor | None = None,
+) -> None:  # fmt: skip
+    arguments = grad_logprobs, grad_entropy, columns, member_logprobs, entropy, sampled_ids
+    if member_logprobs.dtype == torch.float64 or columns.numel() == 0:
+        put_logit_grads_reference(out, *arguments, temperature, temperatures)
+        return
+    _launch_put_logit_grads(
+        (-(-columns.numel() // _BLOCK),),
+        (
+            out, *(argument.contiguous() for argument in arguments), temperatures, columns.numel(),
+            columns.shape[1], out.stride(0), out.stride(1), temperature,
+        ),
+        (_BLOCK,),
+        2,
+    )  # fmt: skip
+
+
+# --- operators ------------------------------------------------------------------------------------
+
+torch.library.define(
+    "packhorse::score_logits",
+    "(Tensor logits, Tensor support_ids, Tensor sampled_ids, SymInt vocab_size, float temperature,"
+    " Tensor? temperatures=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+torch.library.impl("packhorse::score_logits", "CPU", score_logits_reference)
+torch.library.impl("packhorse::score_logits", "CUDA", _score_logits_cuda)
+
+torch.library.define(
+    "packhorse::put_logit_grads",
+    "(Tensor(a!) out, Tensor grad_logprobs, Tensor grad_entropy, Tensor columns,"
+    " Tensor member_logprobs, Tensor entropy, Tensor sampled_ids, float temperature,"
+    " Tensor? temperatures=None) -> ()",
+)
+torch.library.impl("packhorse::put_logit_grads", "CPU", put_logit_grads_reference)
+torch.library.impl("packhorse::put_logit_grads", "CUDA", _put_logit_grads_cuda)
+
+
+@torch.library.register_fake("packhorse::score_logits")
+def _score_logits_fake(logits, support_ids, *_) -> tuple[Tensor, ...]:
+    num_tokens = support_ids.shape[0]
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    row = logits.new_empty((num_tokens,), dtype=wide)
+    cells = tuple(support_ids.shape)
+    return (
+        row,
+        row.clone(),
+        support_ids.new_empty((num_tokens,), dtype=torch.uint8),
+        support_ids.new_empty((num_tokens,), dtype=torch.int32),
+        support_ids.new_empty(cells, dtype=torch.int32),
+        logits.new_empty(cells, dtype=wide),
+    )
+
+
+@torch.library.register_fake("packhorse::put_logit_grads")
+def _put_logit_grads_fake(*_) -> None:
+    return None
+
+
+_ops = torch.ops.packhorse
+score_logits = called_directly(_ops.score_logits.default, _score_logits_cuda)
+put_logit_grads = called_directly(_ops.put_logit_grads.default, _put_logit_grads_cuda)
