@@ -3,13 +3,14 @@
     python examples/grpo_tiny.py --mode both --seed 0          one run; again: goes on where it was
     python examples/grpo_tiny.py --all --jobs 12 --minutes 8   4 modes x 3 seeds at once, one GPU
     python examples/grpo_tiny.py --short --mode both           a small one, for a CPU
+    ... --rollout vllm|transformers                            default: vLLM where it is installed
 
 A task that a program can check: two numbers are given digit by digit, wanted are the sums of their
 digits without carry. A Qwen3-MoE learns it from nothing in a short supervised warm-up, the end of
 which is on answers with wrong digits; GRPO gets them right again. The trainer is Megatron-core in
-fp32, the rollout transformers on the same weights in bf16, handed over before every step. Nothing
-is disturbed on purpose: routes and logprobs differ by rounding, and by the ids that the sampler's
-top-p leaves out.
+fp32, the rollout vLLM or transformers on the same weights in bf16, handed over before every step.
+Nothing is disturbed on purpose: routes and logprobs differ by rounding, and by the ids that the
+sampler's top-p leaves out.
 
     mode       routers of the trainer     logprobs of the trainer
     off        choose for themselves      over the vocabulary
@@ -28,6 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -51,7 +53,8 @@ from grpo_tiny_model import (
     named_weights,
     write_folder,
 )
-from grpo_tiny_rollout import Sampling, TransformersRollout
+from grpo_tiny_rollout import Sampling
+from grpo_tiny_vllm import make_rollout
 from torch import Tensor
 
 from packhorse import (
@@ -352,44 +355,60 @@ def warm_up(folder: Path, setup: Setup, seed: int) -> Path:
     return folder / "warm"
 
 
-def run(out: Path, setup: Setup, mode: str, seed: int, until: float) -> int:
-    """Steps until all are done or the clock says ``until``; how many are done."""
+def run(
+    out: Path,
+    setup: Setup,
+    mode: str,
+    seed: int,
+    until: float,
+    sampler: str = "transformers",
+    vllm_python: Path | None = None,
+) -> int:
+    """Steps until all are done or the clock says ``until``; how many are done.
+
+    Raises:
+        ValueError: the run that goes on was sampled by another rollout.
+    """
     name = f"{mode}-s{seed}"
     lines_path, saved_path = out / f"{name}.jsonl", out / f"{name}.pt"
     start = warm_up(out / f"start-s{seed}", setup, seed)
-    about = json.dumps(environment(setup), indent=1)
-    (out / "environment.json").write_text(about, encoding="utf-8")
-    trainer = Trainer(start, setup, mode, setup.lr)
-    rollout = TransformersRollout(start, setup.sizes, setup.sampling)
-    done, lines = 0, []
-    if saved_path.exists():
-        saved = torch.load(saved_path, map_location="cpu", weights_only=False)
-        trainer.load_state(saved["trainer"])
-        done = saved["steps"]
-        lines = lines_path.read_text(encoding="utf-8").splitlines()[:done]
-    lines_path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    with closing(make_rollout(sampler, start, setup.sizes, setup.sampling, vllm_python)) as rollout:
+        about = environment(setup) | rollout.about
+        (out / "environment.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
+        trainer = Trainer(start, setup, mode, setup.lr)
+        done, lines = 0, []
+        if saved_path.exists():
+            saved = torch.load(saved_path, map_location="cpu", weights_only=False)
+            before, now = saved.get("rollout", "transformers"), rollout.about["rollout"]
+            if before != now:
+                raise ValueError(f"{name} was begun with --rollout {before}, this is {now}")
+            trainer.load_state(saved["trainer"])
+            done = saved["steps"]
+            lines = lines_path.read_text(encoding="utf-8").splitlines()[:done]
+        lines_path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
-    def save() -> None:
-        scratch = saved_path.with_suffix(".new")
-        torch.save({"steps": done, "trainer": trainer.state()}, scratch)
-        scratch.rename(saved_path)
+        def save() -> None:
+            state = {"steps": done, "rollout": rollout.about["rollout"], "trainer": trainer.state()}
+            scratch = saved_path.with_suffix(".new")
+            torch.save(state, scratch)
+            scratch.rename(saved_path)
 
-    with lines_path.open("a", encoding="utf-8") as file:
-        while done < setup.steps and time.monotonic() < until:
-            line = {"mode": mode, "seed": seed, "step": done}
-            line |= one_step(trainer, rollout, seed, done)
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            done += 1
-            if done % setup.save_every == 0:
-                save()
-            if done % 10 == 0:
-                say(
-                    f"{name} step {done}: reward {line['reward']:.3f}, |d| mean"
-                    f" {line['abs_diff_mean']:.4f} p99 {line['abs_diff_p99']:.3f}, k3"
-                    f" {line['k3']:.2e}, {line['seconds']:.2f} s"
-                )
-    save()
+        with lines_path.open("a", encoding="utf-8") as file:
+            while done < setup.steps and time.monotonic() < until:
+                line = {"mode": mode, "seed": seed, "step": done}
+                line |= one_step(trainer, rollout, seed, done)
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                done += 1
+                if done % setup.save_every == 0:
+                    save()
+                if done % 10 == 0:
+                    say(
+                        f"{name} step {done}: reward {line['reward']:.3f}, |d| mean"
+                        f" {line['abs_diff_mean']:.4f} p99 {line['abs_diff_p99']:.3f}, k3"
+                        f" {line['k3']:.2e}, {line['seconds']:.2f} s"
+                    )
+        save()
     return done
 
 
@@ -428,7 +447,6 @@ def environment(setup: Setup) -> dict[str, Any]:
     return {
         "gpu": torch.cuda.get_device_name() if cuda else "CPU",
         "torch": torch.__version__,
-        "transformers": version("transformers"),
         "megatron_core": version("megatron-core"),
         "python": ".".join(map(str, sys.version_info[:3])),
         "commit": os.environ.get("BENCH_COMMIT") or done.stdout.strip() or "unknown",
@@ -447,7 +465,9 @@ def say(text: str) -> None:
 def run_all(args: argparse.Namespace, seeds: Sequence[int], until: float) -> int:
     """The warm-ups of all seeds, then all modes and seeds, at most ``args.jobs`` at once."""
     common = [sys.executable, __file__, "--out", str(args.out)]
-    common += ["--short"] * args.short
+    common += ["--short"] * args.short + ["--rollout", args.rollout]
+    if args.vllm_python is not None:
+        common += ["--vllm-python", str(args.vllm_python)]
     if args.steps is not None:
         common += ["--steps", str(args.steps)]
     warm_ups = [(f"warm-up-s{seed}", ["--warm-up", "--seed", str(seed)]) for seed in seeds]
@@ -504,6 +524,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of GRPO, in all")
     parser.add_argument("--short", action="store_true", help="sizes for a CPU")
     parser.add_argument("--warm-up", action="store_true", help="the warm-up of this seed alone")
+    parser.add_argument("--rollout", choices=("auto", "vllm", "transformers"), default="auto",
+                        help="auto: vLLM where it is installed")  # fmt: skip
+    parser.add_argument("--vllm-python", type=Path, metavar="PYTHON",
+                        help="that has vLLM; default: this one, or tools/vllm.sh's")  # fmt: skip
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     setup = SHORT if args.short else FULL
@@ -519,7 +543,7 @@ def main() -> None:
         if args.warm_up:
             warm_up(args.out / f"start-s{args.seed}", setup, args.seed)
         else:
-            done = run(args.out, setup, args.mode, args.seed, until)
+            done = run(args.out, setup, args.mode, args.seed, until, args.rollout, args.vllm_python)
             say(f"{done} of {setup.steps} steps, {time.monotonic() - begin:.0f} s")
 
 

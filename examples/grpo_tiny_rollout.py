@@ -11,6 +11,7 @@ sampler's top-k, V vocabulary.
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,7 @@ class TransformersRollout:
 
         logging.set_verbosity_error()
         self.sizes, self.sampling = sizes, sampling
+        self.about = {"rollout": "transformers", "transformers": version("transformers")}
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         config = AutoConfig.from_pretrained(folder)
         self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -123,6 +125,9 @@ class TransformersRollout:
             self._routes(*input_ids.shape).cpu().numpy(),
             self.sizes,
         )
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def _routes(self, batch: int, prompt: int) -> Tensor:
         """[B, P + R - 1, L, K] uint8: all positions that were evaluated."""

@@ -102,6 +102,32 @@ def test_an_interrupted_run_writes_the_lines_of_an_uninterrupted_one(example, se
     assert len(read(lines)) == STEPS
 
 
+def test_a_run_does_not_go_on_with_another_rollout(example, setup, out, tmp_path):
+    shutil.copytree(out / "start-s0", tmp_path / "start-s0")
+    saved = torch.load(out / "both-s0.pt", weights_only=False)
+    assert saved["rollout"] == "transformers"
+    torch.save({**saved, "rollout": "vllm"}, tmp_path / "both-s0.pt")
+    with pytest.raises(ValueError, match="begun with --rollout vllm, this is transformers"):
+        example.run(tmp_path, setup, "both", 0, math.inf)
+    assert not (tmp_path / "both-s0.jsonl").exists()
+    environment = json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
+    assert environment["rollout"] == "transformers"
+
+
+def test_an_engine_that_does_not_start_is_an_error(example, setup, out, capfd):
+    """This Python has no vLLM."""
+    import grpo_tiny_vllm
+
+    if importlib.util.find_spec("vllm") is not None:
+        pytest.skip("vLLM is installed here")
+    start = out / "start-s0" / "warm"
+    with pytest.raises(RuntimeError, match="the engine's process ended with code 1"):
+        grpo_tiny_vllm.make_rollout(
+            "vllm", start, setup.sizes, setup.sampling, Path(sys.executable)
+        )
+    assert "No module named 'vllm'" in capfd.readouterr().err
+
+
 def test_the_clock_ends_a_run_before_its_next_step(example, setup, out, tmp_path):
     shutil.copytree(out / "start-s0", tmp_path / "start-s0")
     assert example.run(tmp_path, setup, "both", 0, 0.0) == 0
