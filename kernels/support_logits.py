@@ -3,9 +3,8 @@
     score_logits      order_support, the logits of members, score_members    reads [T, V] at [T, C]
     put_logit_grads   out[t, column] = gradient of the member's logit        out [T, V], 0 before
 
-What each is composed of is the specification (``members.py``) and what CPU tensors run; a row's
-members stand at the same places of a tile here as there, so the sums are equal bit for bit. A
-sector of 32 bytes a member is what must be read of logits.
+What each is composed of is the specification (``members.py``) and what CPU tensors run. A sector of
+32 bytes a member is what must be read of logits.
 
 Sizes: T tokens, C candidates a row, V vocabulary.
 """

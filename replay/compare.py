@@ -28,7 +28,8 @@ from packhorse.packed.trace import Trace
 from packhorse.replay.capture import Capture
 from packhorse.replay.layout import TokenLayout
 from packhorse.replay.routers import find_routers
-from packhorse.replay.scoring import score_microbatch
+from packhorse.replay.scoring import LmHead, score_microbatch
+from packhorse.replay.scoring_megatron import hidden_states_of, lm_head_of
 from packhorse.replay.session import CapturedLayers, ReplayMicrobatch, ReplaySession
 
 #: What is taken from the rollout -> (its routes, its support).
@@ -297,11 +298,11 @@ def run_schedule(
     share: float,
     forward_only: bool,
     begin: Callable[[Any], Any] | None,
-    whole_logits: Callable[[Tensor], Tensor] | None = None,
 ) -> list[dict[str, Tensor]]:
     """What the loss function kept, a microbatch an item; empty but on the last pipeline stage.
 
-    ``share`` weighs the loss of a microbatch; ``whole_logits`` makes [.., V] of what a rank has.
+    ``share`` weighs the loss of a microbatch. Tokens are scored from the hidden states: nobody
+    makes logits.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -318,39 +319,41 @@ def run_schedule(
             padding_mask=None if step is None else step.padding_mask,
         )
 
-        def loss(logits: Tensor) -> tuple[Tensor, dict]:
-            whole = logits if whole_logits is None else whole_logits(logits)
-            return _loss(whole, batch, temperature, share)
+        def loss(hidden: Tensor) -> tuple[Tensor, dict]:
+            return _loss(hidden, lm_head_of(chunk), batch, temperature, share)
 
         return output, loss
 
     iterators = [iter(microbatches) for _ in chunks]
     many = len(chunks) > 1
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterators if many else iterators[0],
-        model=chunks if many else chunks[0],
-        num_microbatches=len(microbatches),
-        seq_length=max(m.layout.num_tokens * m.layout.cp_size for m in microbatches),
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
+    with hidden_states_of(chunks):
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if many else iterators[0],
+            model=chunks if many else chunks[0],
+            num_microbatches=len(microbatches),
+            seq_length=max(m.layout.num_tokens * m.layout.cp_size for m in microbatches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
 
 
 def _loss(
-    logits: Tensor, batch: Microbatch, temperature: float, share: float
+    hidden: Tensor, head: LmHead, batch: Microbatch, temperature: float, share: float
 ) -> tuple[Tensor, dict]:
     token_ids = batch.batch[SEQUENCES_FIELD]
+    hidden = hidden.to(head.weight.dtype)  # a wrapper may have widened it, which changed no value
     over_support = score_microbatch(
-        logits, batch.layout, token_ids, batch.support, temperature=temperature
+        hidden, batch.layout, token_ids, batch.support, temperature=temperature, lm_head=head
     )
     with torch.no_grad():
         over_all = score_microbatch(
-            logits,
+            hidden,
             batch.layout,
             token_ids,
             response_lengths=batch.support.lengths,
             temperature=temperature,
+            lm_head=head,
         )
     loss = -share * over_support.logprobs.values.sum()
     return loss, {

@@ -103,7 +103,6 @@ def run_part(
         temperature: the rollout's.
     """
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     part = Part(
         tp=parallel_state.get_tensor_model_parallel_rank(),
@@ -121,9 +120,8 @@ def run_part(
         began = time.perf_counter()
         with torch.set_grad_enabled(training):
             results = compare.run_schedule(
-                chunks, microbatches, temperature, share, not training, begin,
-                gather_from_tensor_model_parallel_region,  # each rank has a run of the vocabulary
-            )  # fmt: skip
+                chunks, microbatches, temperature, share, not training, begin
+            )
         part.seconds[schedule] = time.perf_counter() - began
         part.logprobs[schedule] = {
             (support, i): result[f"support={support}"].cpu().numpy().astype(np.float64)

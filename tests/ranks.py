@@ -30,7 +30,7 @@ def results_of_ranks(module: str, num_ranks: int, folder: Path, *, gpus: bool = 
         for rank in range(num_ranks)
     ]
     try:
-        errors = [process.communicate(timeout=120)[1] for process in processes]
+        errors = [process.communicate(timeout=300)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()

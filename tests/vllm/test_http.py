@@ -10,7 +10,7 @@ import io
 import json
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,7 +21,6 @@ from packhorse.packed.wire import WireFormatError
 from packhorse.replay.client import RetryPolicy, RolloutClient, ServerError
 from packhorse.replay.proxy import make_proxy
 from packhorse.replay.rollout import EngineModel, Rollout
-from tests.vllm.http_server import serving
 
 ENGINE = EngineModel(4, 2, 8, (0, 1, 2, 3), 512)
 SAMPLING = {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "seed": 1}
@@ -29,12 +28,6 @@ RNG = np.random.default_rng(6)
 SHORT = RNG.integers(3, 500, 20).tolist()
 LONG = RNG.integers(3, 500, 150).tolist()  # more than a block of the KV cache, 128 tokens
 MESSAGES = [{"role": "user", "content": "the quick brown fox"}]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serving(tmp_path_factory.mktemp("server") / "log") as url:
-        yield url
 
 
 def run(url: str, use: Callable[[RolloutClient], Awaitable[Any]], **settings: Any) -> Any:
