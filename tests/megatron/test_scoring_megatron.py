@@ -76,9 +76,7 @@ def test_hidden_states_score_as_the_models_logits(over, scored):
 def test_main_grad_takes_the_weights_gradient(scored):
     model, run, given, support = scored
     weight = lm_head_of(model).weight
-    with pytest.raises(
-        ValueError, match=r"^lm_head_of: the output layer's weight has no"
-    ):
+    with pytest.raises(ValueError, match=r"^lm_head_of: the output layer's weight has no"):
         lm_head_of(model, main_grad=True)
     weight.main_grad = torch.zeros_like(weight)
     with hidden_states_of(model):
