@@ -43,13 +43,14 @@ QUIET = {
 
 
 def find_vllm(python: Path | None = None) -> Path | None:
-    """The Python that runs vLLM: the one given, this one, or that of tools/vllm.sh; else None."""
+    """The Python that runs vLLM: the one given, this one, or where there is no GPU that of
+    tools/vllm.sh, which is built for a CPU; else None."""
     if python is not None:
         return python
     if find_spec("vllm") is not None:
         return Path(sys.executable)
     apart = Path(sys.prefix) / "vllm" / "bin" / "python"
-    return apart if apart.exists() else None
+    return apart if apart.exists() and not torch.cuda.is_available() else None
 
 
 def make_rollout(
