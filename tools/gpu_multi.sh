@@ -43,10 +43,10 @@ stage() { # NAME COMMAND...
 
 echo "gpu-multi: $gpus x $gpu, results in $results"
 stage "scoring and restore over NCCL" "$python" -m pytest -q tests/distributed/test_nccl_scoring.py "$@"
-stage "replay over NCCL" "$python" -m pytest -q tests/distributed/test_nccl.py "$@"
 for count in 2 4 8; do
     [ "$count" -le "$gpus" ] || break
     stage "multi_gpu on $count" "$python" -m torch.distributed.run --nproc-per-node "$count" \
         benchmarks/multi_gpu.py --json "$results/multi_gpu.jsonl"
 done
+stage "replay over NCCL" "$python" -m pytest -q tests/distributed/test_nccl.py "$@"
 exit "$status"
