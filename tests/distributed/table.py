@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.distributed.case import Case
-from tests.distributed.cases import CASES, ON_OLDEST
+from tests.distributed.cases import CASES, NCCL_CASES, ON_OLDEST
 
 #: releases on which ``tools/test.sh`` runs all cases, and those of ``ON_OLDEST``
 NEWEST, OLDEST = "0.19.2", "0.16.1"
@@ -161,7 +161,13 @@ REFUSED: list[tuple[str, str, str, str]] = [
 
 def versions(case: Case) -> tuple[str, ...]:
     """Releases on which `make test` runs it."""
-    return (NEWEST, OLDEST) if case.name in ON_OLDEST else (NEWEST,)
+    tried = (NEWEST, OLDEST) if case.name in ON_OLDEST else (NEWEST,)
+    return (*tried, "NCCL") if shown_on_nccl(case) else tried
+
+
+def shown_on_nccl(case: Case) -> bool:
+    """Whether ``make gpu-multi`` has run it: two GPUs were at hand, and "thd" is still to come."""
+    return case.name in NCCL_CASES and case.world <= 2 and case.format == "bshd"
 
 
 def setup(case: Case) -> str:
@@ -221,7 +227,7 @@ def cases_block() -> str:
         key = (setup(case), case.format, particulars(case), ", ".join(versions(case)))
         rows.setdefault(key, []).append(case)
     lines = [
-        "| setup | format | recompute | beside it | megatron-core | cases |",
+        "| setup | format | recompute | beside it | tried on | cases |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for (where, form, beside, tried), group in sorted(

@@ -360,13 +360,18 @@ class ParallelRun:
 
 def layout_of(config: Any, arguments: dict[str, Any], packed: Any) -> TokenLayout:
     """From Megatron's own state, which must agree with the sizes and ranks of the case."""
+    padded_lengths = arguments.get("padded_lengths")
+    if packed is not None and DEVICE.type == "cpu":
+        padded_lengths = None  # the packer's offsets say so; on a GPU nobody may read them
+    elif packed is not None and padded_lengths is None:
+        padded_lengths = OracleLayout(**arguments).padded()
     layout = TokenLayout.from_megatron(
         arguments["lengths"],
         config,
         packed_seq_params=packed,
         format=arguments["format"],
         cp_order=arguments["cp_order"],
-        padded_lengths=None if packed is not None else arguments.get("padded_lengths"),
+        padded_lengths=padded_lengths,
         device=DEVICE,
     )
     explicit = TokenLayout.build(**arguments, device=DEVICE)

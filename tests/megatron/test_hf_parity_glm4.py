@@ -136,7 +136,11 @@ def test_the_correction_bias_chooses_experts_and_weighs_none(models, expected):
             bias.zero_()
         without = run(model, ids)
         assert (without["experts"] != live["experts"]).any(-1).mean() > 0.1
-        np.testing.assert_array_equal(run(model, ids, routes)["logits"], replayed["logits"])
+        unbiased = run(model, ids, routes)["logits"]
+        if torch.cuda.is_available():  # there the sum over a token's experts has no fixed order
+            np.testing.assert_allclose(unbiased, replayed["logits"], rtol=0, atol=1e-5)
+        else:
+            np.testing.assert_array_equal(unbiased, replayed["logits"])
     finally:
         for bias, value in zip(biases, kept, strict=True):
             bias.copy_(value)
