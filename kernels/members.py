@@ -265,6 +265,31 @@ def _score_members_kernel(
     tl.store(members_ptr + cells, members, mask=inside)
 
 
+@triton.jit
+def gradient_of_cells(
+    cell, inside, token, grad_logprobs_ptr, grad_entropy_ptr, columns_ptr, members_ptr,
+    entropy_ptr, sampled_ptr, temperatures_ptr, temperature,
+):  # fmt: skip
+    """Of cells of [T, C]: the gradient of each member's logit, its column, whether it is one."""
+    inf: tl.constexpr = float("inf")
+    log_p = tl.load(members_ptr + cell, mask=inside, other=-inf)
+    column = tl.load(columns_ptr + cell, mask=inside, other=-1)
+    grad_logprob = tl.load(grad_logprobs_ptr + token, mask=inside, other=0.0)
+    grad_entropy = tl.load(grad_entropy_ptr + token, mask=inside, other=0.0)
+    entropy = tl.load(entropy_ptr + token, mask=inside, other=0.0)
+    sampled_id = tl.load(sampled_ptr + token, mask=inside, other=-1)
+    live = log_p != -inf
+    log_p = tl.where(live, log_p, 0.0)
+    p = tl.exp(log_p)
+    chosen = (column.to(tl.int64) == sampled_id).to(tl.float32)
+    grad = grad_logprob * (chosen - p) - grad_entropy * p * (log_p + entropy)
+    if temperatures_ptr is None:
+        grad = tl.div_rn(grad, temperature + tl.zeros_like(grad))
+    else:
+        grad = tl.div_rn(grad, tl.load(temperatures_ptr + token, mask=inside, other=1.0))
+    return grad, column, live
+
+
 @triton.jit(
     repr=kernel_name("grad_members"), do_not_specialize=["num_cells", "width", "temperature"]
 )
@@ -282,25 +307,13 @@ def _grad_members_kernel(
     temperature,
     BLOCK: tl.constexpr,
 ):
-    inf: tl.constexpr = float("inf")
     cell = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = cell < num_cells
     token = cell // width
-    log_p = tl.load(members_ptr + cell, mask=inside, other=-inf)
-    column = tl.load(columns_ptr + cell, mask=inside, other=-1)
-    grad_logprob = tl.load(grad_logprobs_ptr + token, mask=inside, other=0.0)
-    grad_entropy = tl.load(grad_entropy_ptr + token, mask=inside, other=0.0)
-    entropy = tl.load(entropy_ptr + token, mask=inside, other=0.0)
-    sampled_id = tl.load(sampled_ptr + token, mask=inside, other=-1)
-    live = log_p != -inf
-    log_p = tl.where(live, log_p, 0.0)
-    p = tl.exp(log_p)
-    chosen = (column.to(tl.int64) == sampled_id).to(tl.float32)
-    grad = grad_logprob * (chosen - p) - grad_entropy * p * (log_p + entropy)
-    if temperatures_ptr is None:
-        grad = tl.div_rn(grad, temperature + tl.zeros_like(grad))
-    else:
-        grad = tl.div_rn(grad, tl.load(temperatures_ptr + token, mask=inside, other=1.0))
+    grad, _, live = gradient_of_cells(
+        cell, inside, token, grad_logprobs_ptr, grad_entropy_ptr, columns_ptr, members_ptr,
+        entropy_ptr, sampled_ptr, temperatures_ptr, temperature,
+    )  # fmt: skip
     tl.store(grads_ptr + cell, tl.where(live, grad, 0.0), mask=inside)
 
 

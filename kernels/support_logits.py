@@ -16,11 +16,13 @@ from torch import Tensor
 
 from packhorse.kernels.launch import Launcher, called_directly, kernel_name
 from packhorse.kernels.members import (
-    MAX_SORTED,
     grad_members_reference,
+    gradient_of_cells,
+    order_support,
     order_support_reference,
     ordered_ids,
     row_tile,
+    score_members,
     score_members_reference,
     scored_tile,
 )
@@ -143,25 +145,13 @@ def _put_logit_grads_kernel(
     temperature,
     BLOCK: tl.constexpr,
 ):
-    inf: tl.constexpr = float("inf")
     cell = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = cell < num_cells
     token = cell // width
-    log_p = tl.load(members_ptr + cell, mask=inside, other=-inf)
-    column = tl.load(columns_ptr + cell, mask=inside, other=-1)
-    live = log_p != -inf
-    grad_logprob = tl.load(grad_logprobs_ptr + token, mask=inside, other=0.0)
-    grad_entropy = tl.load(grad_entropy_ptr + token, mask=inside, other=0.0)
-    entropy = tl.load(entropy_ptr + token, mask=inside, other=0.0)
-    sampled_id = tl.load(sampled_ptr + token, mask=inside, other=-1)
-    log_p = tl.where(live, log_p, 0.0)
-    p = tl.exp(log_p)
-    chosen = (column.to(tl.int64) == sampled_id).to(tl.float32)
-    grad = grad_logprob * (chosen - p) - grad_entropy * p * (log_p + entropy)
-    if temperatures_ptr is None:
-        grad = tl.div_rn(grad, temperature + tl.zeros_like(grad))
-    else:
-        grad = tl.div_rn(grad, tl.load(temperatures_ptr + token, mask=inside, other=1.0))
+    grad, column, live = gradient_of_cells(
+        cell, inside, token, grad_logprobs_ptr, grad_entropy_ptr, columns_ptr, members_ptr,
+        entropy_ptr, sampled_ptr, temperatures_ptr, temperature,
+    )  # fmt: skip
     place = token * stride_token + column.to(tl.int64) * stride_column
     tl.store(out_ptr + place, grad.to(out_ptr.dtype.element_ty), mask=live & (column >= 0))
 
@@ -169,6 +159,8 @@ def _put_logit_grads_kernel(
 _launch_score_logits = Launcher(_score_logits_kernel)
 _launch_put_logit_grads = Launcher(_put_logit_grads_kernel)
 _BLOCK = 256
+#: A wider row does not fit one launch's registers.
+_WIDEST = 256
 
 
 def _score_logits_cuda(
@@ -176,10 +168,14 @@ def _score_logits_cuda(
     temperatures: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     num_tokens, width = support_ids.shape
-    if logits.dtype == torch.float64 or width > MAX_SORTED or support_ids.numel() == 0:
-        return score_logits_reference(
-            logits, support_ids, sampled_ids, vocab_size, temperature, temperatures
+    if logits.dtype == torch.float64 or width > _WIDEST or support_ids.numel() == 0:
+        columns, known, ignored = order_support(support_ids, vocab_size)
+        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        members = logits.gather(1, columns.clamp(min=0).long()).to(wide)
+        scored = score_members(
+            members[None], columns, known, sampled_ids, temperature, temperatures
         )
+        return *scored[:3], ignored, columns, scored[3]
     logprobs = logits.new_empty((num_tokens,), dtype=torch.float32)
     entropy = logits.new_empty((num_tokens,), dtype=torch.float32)
     status = support_ids.new_empty((num_tokens,), dtype=torch.uint8)

@@ -282,7 +282,7 @@ LAUNCHES = {
     "score support of 1000": member_rows("_score_members_kernel", 1000),
     "gradients of members": member_rows("_grad_members_kernel", 20),
     "score support of 20 from logits": from_logits("_score_logits_kernel", 20),
-    "score support of 1000 from logits": from_logits("_score_logits_kernel", 1000),
+    "score support of 200 from logits": from_logits("_score_logits_kernel", 200),
     "gradients of logits": from_logits("_put_logit_grads_kernel", 20),
     "LM head of 512": lm_head("_project_members_kernel", 512, (128, 0.8), (8, 0.0)),
     "LM head of 520": lm_head("_project_members_kernel", 520, (128, 0.8), (8, 0.0)),

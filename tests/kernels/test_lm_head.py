@@ -393,7 +393,7 @@ def test_operators_pass_opcheck(device):
 
 
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("width", [1, 5, 20, 33])
+@pytest.mark.parametrize("width", [1, 5, 20, 33, 300])
 def test_members_of_logits_are_those_of_the_parts(width, dtype, device):
     """One launch is ``order_support``, a gather and ``score_members``; its backward likewise."""
     vocab = 50
