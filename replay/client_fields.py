@@ -126,10 +126,15 @@ def _read_npy(function: str, place: str, text: str, max_bytes: int) -> np.ndarra
 
 def _nested(function: str, place: str, given: list[Any]) -> np.ndarray:
     """Of lists in lists, as vLLM 0.21 writes them."""
-    try:
-        return np.array(given)
-    except (ValueError, OverflowError, RecursionError):
-        malformed(function, "its lists make no array [rows, layers, K]", place)
+    # looked at first: NumPy would give each element the room of the longest string
+    flat = itertools.chain.from_iterable
+    lists = {list}.issuperset(map(type, given)) and {list}.issuperset(map(type, flat(given)))
+    if lists and {int}.issuperset(map(type, flat(flat(given)))):
+        try:
+            return np.array(given)
+        except (ValueError, OverflowError):
+            pass
+    malformed(function, "its lists make no array; routes must be integers [rows, layers, K]", place)
 
 
 # --- ids ------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ What is missing is refused by name: it may be that the server has no routes
 (``--enable-return-routed-experts``), or that completions and chat were streamed, which drops them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -116,14 +117,16 @@ def read_choices(
     if len(choices) > _MAX_CHOICES:
         malformed(name, f"{len(choices)} choices are above {_MAX_CHOICES}", "/choices")
     sent = None if prompt_ids is None else np.asarray(prompt_ids)
-    own = _prompt_of(name, "/prompt_token_ids", tree.get("prompt_token_ids"), sent)
+    with _not_too_deep(name, "/prompt_token_ids"):
+        own = _prompt_of(name, "/prompt_token_ids", tree.get("prompt_token_ids"), sent)
     cached = _cached_tokens(tree)
     left, read, seen = limits.max_bytes, [], set()
     for i, choice in enumerate(choices):
         place = f"/choices/{i}"
         if not isinstance(choice, dict):
             malformed(name, "it is no object", place)
-        one = _read_choice(name, place, choice, own, sent, cached, side_channels, left)
+        with _not_too_deep(name, place):
+            one = _read_choice(name, place, choice, own, sent, cached, side_channels, left)
         if one.index in seen:
             malformed(name, f"index {one.index} is there twice", place)
         seen.add(one.index)
@@ -227,12 +230,24 @@ def _candidates_of(choice: HttpChoice) -> CandidateRows | None:
     return CandidateRows(rows.top.token_ids, rows.top_logprobs, rows.top.offsets)
 
 
+@contextmanager
+def _not_too_deep(function: str, place: str) -> Iterator[None]:
+    """Lists in lists that JSON may hold, but an error about them cannot spell."""
+    try:
+        yield
+    except RecursionError:
+        malformed(function, "it is nested too deeply", place)
+
+
 def error_text(tree: Any) -> str:
     """What an error object of a server says, in one short line."""
     error = tree.get("error", tree) if isinstance(tree, dict) else tree
     if isinstance(error, dict):
         error = next((error[key] for key in ("message", "detail") if key in error), error)
-    text = " ".join(str(error).split())
+    try:
+        text = " ".join(str(error).split())
+    except RecursionError:
+        text = f"a {type(error).__name__} that is nested too deeply"
     return text if len(text) <= 2000 else text[:2000] + "…"
 
 
@@ -393,7 +408,11 @@ class ReplyJoiner:
             self._prompt_ids = tree["prompt_token_ids"]
         if tree.get("usage") is not None:
             self._usage = tree["usage"]
-        return [self._add_choice(name, f"/choices/{i}", one) for i, one in enumerate(choices)]
+        added = []
+        for i, one in enumerate(choices):
+            with _not_too_deep(name, f"/choices/{i}"):
+                added.append(self._add_choice(name, f"/choices/{i}", one))
+        return added
 
     def _add_choice(self, name: str, place: str, choice: Any) -> tuple[int, np.ndarray]:
         if not isinstance(choice, dict):

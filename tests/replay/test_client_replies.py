@@ -274,6 +274,8 @@ def header_text(header: bytes, body: bytes = b"") -> str:
         (header_text(npy_header("|u1", "(1, 1, 1)"), b"a")[:-4], "does not hold integers in C"),
         ([[[1, 2], [3]]], r"its lists make no array"),
         ([[[1, 2.5]]], "must be integers"),
+        ([[[1, True]]], "must be integers"),
+        ([["x" * 10**6, *"ab" * 10**6]], "its lists make no array"),  # 8 TB in NumPy's own form
         ([], r"must be integers \[rows, layers, K\], got float64 \[0\]"),
         ({"data": "x"}, "it is dict, no routes"),
         (7, "it is int, no routes"),
@@ -338,6 +340,23 @@ def test_a_field_that_is_not_what_a_server_writes_is_refused_by_name(place, valu
     for form in FORMS if value != 10**30 else ("plain",):  # that is packed by no one
         with pytest.raises(WireFormatError, match=message):
             read_reply(body_of(response, form))
+
+
+@pytest.mark.parametrize(
+    "key", ["index", "finish_reason", "stop_reason", "token_ids", "sampling_mask", "logprobs"]
+)
+def test_a_field_nested_as_deep_as_json_may_be_is_refused_by_name(key):
+    pytest.importorskip("orjson")  # the standard library does not parse what is that deep
+    deep = b"[" * 1015 + b"]" * 1015
+    choice = {"index": 0, "token_ids": [1], "finish_reason": "stop", key: "deep"}
+    body = json.dumps({"choices": [choice]}).encode().replace(b'"deep"', deep)
+    with pytest.raises(WireFormatError, match="field '/choices/0"):
+        read_reply(body, prompt_ids=[1], routes=False)
+    if key not in ("finish_reason", "stop_reason"):  # the last chunk's are read with the whole
+        with pytest.raises(WireFormatError, match="field '/choices/0"):
+            ReplyJoiner().add(load_reply(body))
+    with pytest.raises(WireFormatError, match="error: a list that is nested too deeply"):
+        read_reply(b'{"error":' + deep + b"}")
 
 
 @pytest.mark.parametrize(
