@@ -20,8 +20,8 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from packhorse.packed.wire_format import WireFormatError, WireLimits
-from packhorse.packed.wire_json import load_json
+from packhorse.packed.wire_format import WireFormatError, WireLimits, malformed
+from packhorse.packed.wire_json import decode_json
 from packhorse.replay.client_http import RetryPolicy, ServerError, ServerUnreachable, Transport
 from packhorse.replay.client_session import RolloutSession
 from packhorse.replay.client_stream import ReplyStream
@@ -131,7 +131,7 @@ class RolloutClient:
         Raises:
             ServerError, ServerUnreachable, WireFormatError: as ``generate``.
         """
-        tree = await self._transport.get("/version", load_json)
+        tree = await self._transport.get("/version", decode_json)
         if not isinstance(tree, dict) or not isinstance(tree.get("version"), str):
             raise WireFormatError("RolloutClient.version: the server names none")
         return tree["version"]
@@ -237,12 +237,17 @@ class RolloutClient:
         payload = self._generate_payload(name, ids, sampling, routes_start, False)
         payload["stream"] = True
         read = partial(
-            read_reply, prompt_ids=ids, routes=self._routes, routes_start=routes_start,
+            _read_all, num_choices=_num_choices(sampling), prompt_ids=ids,
+            routes=self._routes, routes_start=routes_start,
             support=self._support, logprobs=True, model=self._engine, on_cut=self._on_cut,
             limits=self._limits,
         )  # fmt: skip
         async with self._transport.stream(GENERATE, payload, accept=self._accept) as reply:
-            yield ReplyStream(self._transport, reply, read, self._limits)
+            stream = ReplyStream(self._transport, reply, read, self._limits)
+            try:
+                yield stream
+            finally:
+                await stream.close()
 
     def start_session(
         self,
@@ -268,7 +273,8 @@ class RolloutClient:
     ) -> list[Rollout]:
         support = self._support if mask or self._support == "logprobs" else None
         parse = partial(
-            read_reply,
+            _read_all,
+            num_choices=_num_choices(payload.get("sampling_params", payload)),
             prompt_ids=prompt_ids,
             routes=self._routes and not evaluation,
             routes_start=routes_start,
@@ -341,6 +347,20 @@ class RolloutClient:
                 f"{name}: top_k={top_k} keeps more than num_logprobs={self._num_logprobs}"
             )
         return given
+
+
+def _num_choices(sampling: Mapping[str, Any] | None) -> Any:
+    return 1 if sampling is None else sampling.get("n", 1)
+
+
+def _read_all(reply: Any, *, num_choices: Any, **keywords: Any) -> list[Rollout]:
+    """``read_reply``, of as many responses as were asked for."""
+    rollouts = read_reply(reply, **keywords)
+    if type(num_choices) is int and len(rollouts) != num_choices:
+        malformed(
+            "RolloutClient", f"it has {len(rollouts)} choices for n={num_choices}", "/choices"
+        )
+    return rollouts
 
 
 def _is_positive(value: Any) -> bool:

@@ -133,7 +133,11 @@ class Transport:
 
         async def attempt() -> T:
             async with self._reply("GET", path, None, "application/json") as reply:
-                return parse(await self._whole_body(reply))
+                body = await self._whole_body(reply)
+            try:
+                return parse(body)
+            except TransientWireError as error:
+                raise _Transient(error) from None
 
         return await self._repeat(attempt)
 
@@ -225,14 +229,14 @@ class Transport:
             reply = await self._session.request(
                 method, self._url + path, data=data, headers=headers, allow_redirects=False
             )
+        except aiohttp.InvalidURL as error:
+            raise ValueError(f"RolloutClient: {self._url}{path} is no address: {error}") from None
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             raise _Transient(self._unreachable(path, error)) from None
         if reply.status == 200:
             return reply
         try:
-            text = error_text(_json_or_text(await reply.content.read(_ERROR_BYTES)))
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
-            text = ""
+            text = error_text(_json_or_text(await _first_bytes(reply, _ERROR_BYTES)))
         finally:
             reply.close()
         shown = text or "an empty message (vLLM: top_k or temperature is not what a mask needs)"
@@ -286,6 +290,19 @@ class Transport:
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             said = str(error) or type(error).__name__
             raise TransientWireError(f"RolloutClient: the stream is cut short: {said}") from None
+
+
+async def _first_bytes(reply: Any, most: int) -> bytes:
+    """Of a body that may come in pieces, as much as comes, up to ``most``."""
+    import aiohttp
+
+    body = bytearray()
+    try:
+        while len(body) < most and (piece := await reply.content.read(most - len(body))):
+            body += piece
+    except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
+        pass  # cut short: what has come may say it
+    return bytes(body)
 
 
 def _json_or_text(body: bytes) -> Any:

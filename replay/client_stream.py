@@ -1,6 +1,7 @@
 """The chunks of a streamed reply: events of JSON, plain or packed, or frames."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
@@ -20,8 +21,9 @@ _ABORT: Final = "/inference/v1/abort_requests"
 class ReplyStream:
     """A stream of ``/inference/v1/generate``: (index, new token ids) of each chunk.
 
-    Iterating raises ``TransientWireError`` where the stream is cut short or damaged, and
-    ``WireFormatError`` where the server ends it with an error.
+    A loop over it that was left may be taken up again, where it was. It raises
+    ``TransientWireError`` where the stream is cut short or damaged, and ``WireFormatError`` where
+    the server ends it with an error.
     """
 
     def __init__(
@@ -34,9 +36,13 @@ class ReplyStream:
         self._transport, self._reply, self._read, self._limits = transport, reply, read, limits
         self._joiner = ReplyJoiner(limits=limits)
         self._num_bytes = 0
+        self._chunks = self._read_chunks()  # one, so that a loop that was left may be taken up
         self.request_id: str | None = None  # of the server, from the first chunk on
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, np.ndarray]]:
+    def __aiter__(self) -> AsyncIterator[tuple[int, np.ndarray]]:
+        return self._chunks
+
+    async def _read_chunks(self) -> AsyncGenerator[tuple[int, np.ndarray]]:
         content_type = self._reply.headers.get("Content-Type", "").partition(";")[0].strip()
         trees = self._frames() if content_type == FRAMES_TYPE else self._events()
         async for tree in trees:
@@ -68,19 +74,26 @@ class ReplyStream:
         """
         return self._read(self._joiner.finish())
 
+    async def close(self) -> None:
+        """Nothing more is read; the connection is its owner's to close."""
+        with suppress(RuntimeError):  # another task waits in it, and is told by the connection
+            await self._chunks.aclose()
+
     async def _events(self) -> AsyncIterator[Any]:
         rest = bytearray()
+        searched = 0
         async for piece in self._pieces():
             rest += piece
-            while (event := next_event(rest)) is not None:
-                for line in event.splitlines():
-                    if not line.startswith(b"data:"):
-                        continue
-                    data = line[5:].strip()
-                    if data == b"[DONE]":
-                        self._joiner.end()
-                        return
+            while (event := next_event(rest, searched)) is not None:
+                searched = 0
+                lines = [line for line in event.splitlines() if line.startswith(b"data:")]
+                data = b"\n".join(line[5:].strip() for line in lines)
+                if data == b"[DONE]":
+                    self._joiner.end()
+                    return
+                if lines:
                     yield decode_json(data, limits=self._limits)
+            searched = len(rest)
 
     async def _frames(self) -> AsyncIterator[Any]:
         reader = FrameReader(limits=self._limits)

@@ -317,6 +317,10 @@ def rows_of(experts: list[int], count: int) -> str:
         ),
         (without("token_ids"), WireFormatError, 'no token ids; send "return_token_ids": true'),
         (without("logprobs"), WireFormatError, "/choices/0/logprobs': there are none"),
+        (plain(lambda request: http(200, json.dumps(
+            {"choices": engine.generate(request.payload)["choices"] * 2}).replace(
+                '"index": 0', '"index": 1', 1).encode())),
+         WireFormatError, "field '/choices': it has 2 choices for n=1"),
         (changed("routed_experts", rows_of([1, 2], 5)), ValueError, "has 5 rows; 5 pr"),
         (changed("routed_experts", rows_of([0, 0], 8)), ValueError, "is all zeros"),
         (changed("routed_experts", rows_of([4, 4], 8)), ValueError, "repeated"),
@@ -333,6 +337,55 @@ def test_a_permanent_fault_is_raised_at_once_with_what_the_server_says(fault, er
         check((await client.generate(PROMPT, SAMPLING))[0], PROMPT, 4)
 
     assert len(run([fault], use).requests) == 2
+
+
+def test_the_text_of_an_error_is_read_to_its_end():
+    said = "max_tokens is too large; " + "x" * 1500
+
+    async def in_pieces(request: Request, reader: Any, writer: Any) -> bool:
+        data = http(400, json.dumps({"error": {"message": said}}).encode())
+        for begin in range(0, len(data), 100):
+            writer.write(data[begin : begin + 100])
+            await writer.drain()
+            await asyncio.sleep(0.002)
+        return False
+
+    async def cut(request: Request, reader: Any, writer: Any) -> bool:
+        data = http(400, b"the engine is dead" + b" " * 90)
+        return await engine.cut_short(data[:-20], writer)
+
+    async def use(server: Server, client: RolloutClient) -> None:
+        with pytest.raises(ServerError) as raised:
+            await client.generate(PROMPT, SAMPLING)
+        assert raised.value.text == said
+        with pytest.raises(ServerError, match="status 400: the engine is dead"):
+            await client.generate(PROMPT, SAMPLING)
+
+    assert len(run([in_pieces, cut], use).requests) == 2
+
+
+def test_what_is_no_address_is_not_asked_again():
+    async def main() -> None:
+        far = RetryPolicy(first_s=60, most_s=60)
+        async with RolloutClient("http://127.0.0.1:99999", retry=far) as client:
+            with pytest.raises(ValueError, match=r"RolloutClient: http.*:99999/version is no addr"):
+                await client.version()
+        assert client.num_retries == 0
+
+    asyncio.run(asyncio.wait_for(main(), 5))
+
+
+def test_a_version_that_cannot_be_read_is_a_wire_error():
+    async def use(server: Server, client: RolloutClient) -> None:
+        with pytest.raises(TransientWireError, match="the body is not JSON"):
+            await client.version()
+        with pytest.raises(WireFormatError, match="the server names none"):
+            await client.version()
+        assert await client.version() == "0.32.0"
+
+    page = plain(lambda request: http(200, b"<html>", "text/html"))
+    none = plain(lambda request: http(200, b"[]"))
+    run([page] * 4 + [none, plain(lambda request: http(200, b'{"version": "0.32.0"}'))], use)
 
 
 def test_a_reply_above_the_bound_is_refused_before_it_is_read():

@@ -17,6 +17,7 @@ from packhorse.packed.trajectory import TokenKind
 from packhorse.packed.wire import TransientWireError, WireFormatError
 from packhorse.replay.client import RolloutClient
 from packhorse.replay.client_session import RolloutSession
+from packhorse.replay.middleware import FRAMES_TYPE, EventPacker, Form
 from packhorse.replay.rollout import Rollout
 from tests.replay import client_server as engine
 from tests.replay.client_server import PROMPT, SAMPLING, Request, Server, http, plain, whole
@@ -168,6 +169,28 @@ def test_a_stream_gives_each_token_and_then_the_whole_rollout():
 
     [request] = run([plain(streamed)], use).requests
     assert request.payload["stream"] is True
+
+
+@pytest.mark.parametrize("form", ["plain", "frames"])
+def test_a_loop_over_a_stream_that_was_left_goes_on_where_it_was(form):
+    def answer(request: Request) -> bytes:
+        if form == "plain":
+            return streamed(request)
+        packer = EventPacker(Form(FRAMES_TYPE))
+        body = packer.feed(b"".join(engine.events(engine.generate(request.payload))))
+        return http(200, body, FRAMES_TYPE)
+
+    async def use(server: Server, client: RolloutClient) -> None:
+        seen: list[int] = []
+        async with client.stream(PROMPT, SAMPLING) as stream:
+            for _ in range(6):
+                async for _, ids in stream:
+                    seen += ids.tolist()
+                    break
+            check(stream.rollouts()[0], PROMPT, 4)
+        assert seen == engine.sampled_ids(PROMPT, 4)
+
+    run([plain(answer)], use, form=form)
 
 
 def test_a_stream_that_does_not_begin_is_asked_for_again():
