@@ -16,6 +16,7 @@ form of a reply is its Content-Type.
 """
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, Final, NamedTuple
 
@@ -31,6 +32,7 @@ MAX_HELD_BYTES: Final = 2**31  # of all replies that are held back at a time
 #: from here on a reply is packed in a thread, and other requests go on
 _THREAD_BYTES: Final = 1 << 17
 _DONE: Final = b"[DONE]"
+_ZERO_WEIGHT: Final = re.compile(r"q=0(?:\.0{0,3})?")
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -47,11 +49,13 @@ class Form(NamedTuple):
 
 
 def asked_form(accept: Iterable[str]) -> Form | None:
-    """The first of our types in the values of Accept; None where there is none."""
+    """The first of our types in the values of Accept that is not of weight 0 (RFC 9110, 12.4.2:
+    "not acceptable"); None where there is none."""
     for value in accept:
         for part in value.split(","):
             kind, *parameters = (piece.strip().lower() for piece in part.split(";"))
-            if kind in (JSON_TYPE, FRAMES_TYPE):
+            refused = any(_ZERO_WEIGHT.fullmatch(piece) for piece in parameters)
+            if kind in (JSON_TYPE, FRAMES_TYPE) and not refused:
                 return Form(kind, "fields=none" not in parameters)
     return None
 
@@ -138,8 +142,10 @@ class EventPacker:
     def _pack_event(self, event: bytes) -> bytes:
         lines = event.splitlines()
         data = [line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:")]
-        if len(data) != 1:  # a comment, or what vLLM does not write
+        if not data:  # a comment
             return b"" if self._frames else event
+        if len(data) > 1:  # one text in several lines, which JSON is wherever it is broken
+            data = [b"\n".join(data)]
         if data[0] == _DONE:
             self._ended = True
             return encode_frame({}) if self._frames else event

@@ -354,6 +354,8 @@ def test_accept_names_the_form():
     assert asked_form([]) is None
     assert asked_form(["*/*", "application/json"]) is None
     assert asked_form(["application/json", f"a/b, {JSON_TYPE};q=0.5"]) == Form(JSON_TYPE)
+    assert asked_form([f"{JSON_TYPE};q=0, {FRAMES_TYPE} ; Q=0.000, */*"]) is None
+    assert asked_form([f"{FRAMES_TYPE};q=0.0, {JSON_TYPE};q=0.001"]) == Form(JSON_TYPE)
     assert asked_form([f"{FRAMES_TYPE} ; Fields=None, {JSON_TYPE}"]) == Form(FRAMES_TYPE, False)
 
 
@@ -367,6 +369,16 @@ def test_events_are_packed_however_they_arrive(size):
         pieces = [stream[begin : begin + size] for begin in range(0, len(stream), size)]
         assert b"".join(map(packer.feed, pieces)) + packer.close() == expected
         assert (b": a comment" in expected, b"event: chunk" in expected) == (kind == JSON_TYPE,) * 2
+
+
+def test_an_event_of_several_data_lines_is_one_text():
+    event = b'data: {"choices":\r\ndata: [{"token_ids": [1, 2]}]}\r\n\r\n'
+    frame = decode_frame(EventPacker(Form(FRAMES_TYPE)).feed(event))
+    [choice] = join_tree(frame.fields)["choices"]
+    assert choice["token_ids"].values.tolist() == [1, 2]
+    packed = EventPacker(Form(JSON_TYPE)).feed(event)
+    assert packed.startswith(b"data: {")
+    assert packed.count(b"data:") == 1
 
 
 def test_what_is_left_of_a_stream_that_is_cut_passes_in_events_and_not_in_frames():
