@@ -383,8 +383,9 @@ def _project_members_cuda(
     _launch_project_members(
         (num_tokens, num_slices),
         (
-            hidden, weight, bias, columns, tokens, logits, num_tokens, width, hidden_size // vec,
-            hidden.stride(0) // vec, weight.stride(0) // vec, vocab_start, weight.shape[0],
+            hidden, weight, None if bias is None else bias.contiguous(), columns, tokens, logits,
+            num_tokens, width, hidden_size // vec, hidden.stride(0) // vec,
+            weight.stride(0) // vec, vocab_start, weight.shape[0],
         ),
         (vec, hidden_size % block == 0, _BLOCK_C, block),
         1,

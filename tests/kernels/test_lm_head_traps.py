@@ -177,3 +177,22 @@ def test_compiles_whole_and_once(device):
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("score", [fixed, ragged], ids=["one width", "ragged"])
+def test_a_strided_bias_is_read_where_it_stands(score, device):
+    hidden, weight = torch.randn(2, 8, device=device), torch.randn(6, 8, device=device)
+    between = torch.full((6, 3), float("nan"), device=device)
+    between[:, 1] = torch.arange(6.0, device=device)
+    rows, sampled = [[5, 1, 3], [0, 4]], torch.tensor([3, 4], device=device)
+    actual, expected = (
+        score(hidden, weight, rows, sampled, bias=bias)
+        for bias in (between[:, 1], between[:, 1].contiguous())
+    )
+    assert torch.equal(actual.logprobs, expected.logprobs)
+    assert torch.equal(actual.entropy, expected.entropy)
+    z = (hidden.double() @ weight.T.double() + torch.arange(6, device=device)).cpu()
+    wanted = [z[0, 3] - z[0, [1, 3, 5]].logsumexp(0), z[1, 4] - z[1, [0, 4]].logsumexp(0)]
+    torch.testing.assert_close(
+        actual.logprobs.cpu().double(), torch.stack(wanted), rtol=0, atol=1e-5
+    )
