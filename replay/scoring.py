@@ -229,9 +229,10 @@ def _score_rows(
     source: Source, layout: TokenLayout, sampled_ids: Tensor, row_ids: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
     """Logprobs and entropy [T] over the vocabulary of the slots that ``row_ids`` numbers from 0 to
-    ``num_rows``, 0 elsewhere; what other slots hold is not read where they are the more."""
+    ``num_rows``, 0 elsewhere; what other slots hold is not read where they are the more, and is
+    never part of a result or a gradient."""
     if num_rows >= layout.num_tokens:
-        return source.over_vocabulary(sampled_ids)
+        return source.over_vocabulary(torch.where(row_ids == MISSING_ROW, _NO_TARGET, sampled_ids))
     slots = torch.arange(layout.num_tokens, device=layout.device)
     own = scatter_rows(slots, row_ids, num_rows, fill=MISSING_ROW)  # -1: another rank's slot
     targets = gather_rows(sampled_ids, own, fill=_NO_TARGET)

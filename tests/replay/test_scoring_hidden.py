@@ -10,7 +10,8 @@ import torch
 
 from packhorse.packed.ragged import PackedRagged
 from packhorse.replay.layout import TokenLayout
-from packhorse.replay.scoring import SCORED_FULL, LmHead, score_microbatch
+from packhorse.replay.scoring import SCORED_FULL, LmHead, _score_rows, score_microbatch
+from packhorse.replay.scoring_sources import HiddenStates
 from tests.conftest import INTERPRET
 from tests.replay.test_scoring import LENGTHS, RESPONSES, VOCAB, Case, score_loop
 
@@ -238,6 +239,26 @@ def test_hidden_states_that_score_nothing_may_hold_nan(support, device):
     assert torch.isfinite(scores.logprobs.values).all()
     for grad in torch.autograd.grad(scores.logprobs.values.sum(), case.inputs):
         assert torch.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("held", [float("nan"), "an id outside the vocabulary"])
+def test_slots_beside_many_that_are_scored_over_the_vocabulary_add_nothing(held, device):
+    """Of a context-parallel rank, on which fewer slots stand than tokens are scored so."""
+    layout = TokenLayout.build([8], cp_size=2, device=device)
+    hidden, weight = (torch.randn(rows, 6, device=device) for rows in (4, 9))
+    sampled = torch.tensor([1, 2, 3, 4], device=device)
+    row_ids = torch.tensor([0, -1, 5, 6], device=device)
+    if isinstance(held, str):
+        sampled[1] = 9
+    else:
+        hidden[1] = held
+    hidden.requires_grad_(), weight.requires_grad_()
+    source = HiddenStates(hidden, layout, LmHead(weight), 1.0, None)
+    logprobs, entropy = _score_rows(source, layout, sampled, row_ids, 7)
+    (logprobs + entropy)[row_ids >= 0].sum().backward()
+    assert logprobs[1] == 0
+    assert not hidden.grad[1].any()
+    assert weight.grad.isfinite().all()
 
 
 def test_policy_and_reference_score_by_the_same_call(device):
