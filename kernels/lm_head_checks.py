@@ -11,7 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from packhorse.kernels.support import LOGITS_DTYPES, as_operand, check_temperature
+from packhorse.kernels.support import (
+    LOGITS_DTYPES,
+    as_operand,
+    check_shards,
+    check_temperature,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +93,7 @@ def check_head(
     num_shards = 1 if group is None else dist.get_world_size(group)
     if num_shards < 1:
         raise ValueError(f"{name}: this rank is not in group")
+    are_even = vocab_start is None
     vocab_size = num_rows * num_shards if vocab_size is None else vocab_size
     if vocab_start is None:
         vocab_start = 0 if num_shards == 1 else num_rows * dist.get_rank(group)
@@ -101,6 +107,8 @@ def check_head(
             f"{name}: vocab_size={vocab_size} and vocab_start={vocab_start}, but weight has ids 0"
             f" to {num_rows - 1} and no group holds others"
         )
+    if num_shards > 1 and are_even:
+        check_shards(name, vocab_size, num_shards, num_rows, "rows")
     if not isinstance(reduce_hidden_grad, bool):
         given = type(reduce_hidden_grad).__name__
         raise TypeError(f"{name}: reduce_hidden_grad must be a bool, got {given}")

@@ -344,7 +344,7 @@ def support_logprobs(
                 f"support_logprobs: vocab_start={vocab_start}, but no group holds other columns"
             )
         check_vocab_size("support_logprobs", logits, vocab_size)
-    if overwrite_logits and 0 in logits.stride() and logits.numel():
+    if overwrite_logits and _overlaps(logits):
         raise ValueError(
             "support_logprobs: overwrite_logits is for logits of their own memory, got strides"
             f" {logits.stride()}"
@@ -435,7 +435,18 @@ def _shard_of(
             raise TypeError(f"{name}: {field} must be an int, got {type(value).__name__}")
         if not least <= value < 2**31:
             raise ValueError(f"{name}: {field} must be from {least} to 2**31 - 1, got {value}")
+    if vocab_start is None:
+        check_shards(name, size, dist.get_world_size(group), num_columns, "columns")
     return _Shard(start, group), size
+
+
+def check_shards(op: str, vocab_size: int, num_shards: int, num_ids: int, what: str) -> None:
+    """Of even shards: there is no id that none holds, whose logit would be 0."""
+    if vocab_size > num_shards * num_ids:
+        raise ValueError(
+            f"{op}: vocab_size={vocab_size}, but {num_shards} shards of {num_ids} {what} hold"
+            f" {num_shards * num_ids} ids; give vocab_start where shards are uneven"
+        )
 
 
 def _validate_support(op: str, logits: Tensor, support_ids: Tensor) -> None:
@@ -448,6 +459,19 @@ def _validate_support(op: str, logits: Tensor, support_ids: Tensor) -> None:
         )
     if support_ids.device != logits.device:
         raise ValueError(f"{op}: support_ids on {support_ids.device}, logits on {logits.device}")
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether elements of [T, V] may share memory, as those of windows that overlap."""
+    if x.numel() == 0:
+        return False
+    taken = 1  # elements up to the last of the narrower dimension
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride < taken:
+                return True
+            taken += stride * (size - 1)
+    return False
 
 
 def check_vocab_size(op: str, logits: Tensor, vocab_size: int | None) -> None:

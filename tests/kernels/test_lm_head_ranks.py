@@ -75,9 +75,13 @@ def run_rank(rank: int, folder: Path) -> None:
     alone = [torch.distributed.new_group([member]) for member in range(NUM_RANKS)]
     results["a group of one"] = score(slice(0, VOCAB), {}, group=alone[rank])
     refusals = {}
-    for what, refused in (("foreign", alone[1 - rank]), ("too few rows", alone[rank])):
+    for what, refused, rows in (
+        ("foreign", alone[1 - rank], NUM_IDS - 1),
+        ("too few rows", alone[rank], NUM_IDS - 1),
+        ("too few rows together", group, 10),
+    ):
         try:
-            score(slice(0, NUM_IDS - 1), {}, group=refused)
+            score(slice(0, rows), {}, group=refused)
         except ValueError as error:
             refusals[what] = str(error)
     results["refusals"] = refusals
@@ -139,6 +143,8 @@ def test_a_group_without_this_rank_or_without_all_rows_is_refused(results):
             "foreign": "lm_head_support_logprobs: this rank is not in group",
             "too few rows": f"lm_head_support_logprobs: vocab_size={NUM_IDS} and vocab_start=0, but"
             f" weight has ids 0 to {NUM_IDS - 2} and no group holds others",
+            "too few rows together": f"lm_head_support_logprobs: vocab_size={NUM_IDS}, but 2 shards"
+            " of 10 rows hold 20 ids; give vocab_start where shards are uneven",
         }
 
 

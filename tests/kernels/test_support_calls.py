@@ -130,6 +130,17 @@ def test_logits_that_share_memory_are_not_overwritten(device):
     base, ids, sampled = draw(4, 20, 3, device=device)
     with pytest.raises(ValueError, match=r"^support_logprobs: overwrite_logits is for logits of"):
         support_logprobs(base[:1].expand(4, 20), ids, sampled, overwrite_logits=True)
+    windows = base.flatten().unfold(0, 20, 1)[:4]
+    with pytest.raises(ValueError, match=r"of their own memory, got strides \(1, 1\)"):
+        support_logprobs(windows, ids, sampled, overwrite_logits=True)
+    for own in (
+        base,
+        base.T.contiguous().T,
+        base[:, ::2].repeat(1, 2)[:, ::2],
+        base[:1].expand(1, 20),
+    ):
+        some = slice(own.shape[0])
+        support_logprobs(own, ids[some] % 9, sampled[some], overwrite_logits=True)
 
 
 def test_shapes_do_not_depend_on_the_data():

@@ -61,6 +61,10 @@ def run_rank(rank: int, folder: Path) -> None:
         options = {"vocab_start": rank * case["cut"]} if "cut" in case else {}
         shard = shard_of(rank, case)
         results[name] = score(shard, case, group=torch.distributed.group.WORLD, **options)
+    try:
+        score(slice(0, 10), {}, group=torch.distributed.group.WORLD)
+    except ValueError as error:
+        results["refusal"] = str(error)
     torch.save(results, folder / f"rank{rank}.pt")
     torch.distributed.destroy_process_group()
 
@@ -82,6 +86,14 @@ def test_shards_score_as_all_columns_bit_for_bit(name, results):
         assert torch.equal(of_rank[name]["logits"], whole["logits"][:, shard_of(rank, case)])
     if "fewest" in case:
         assert not results[0][name]["logits"].any()
+
+
+def test_a_vocabulary_that_the_shards_do_not_hold_is_refused(results):
+    for of_rank in results:
+        assert of_rank["refusal"] == (
+            f"support_logprobs: vocab_size={NUM_IDS}, but 2 shards of 10 columns hold 20 ids; give"
+            " vocab_start where shards are uneven"
+        )
 
 
 def test_a_first_column_without_a_group_is_refused():
