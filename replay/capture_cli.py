@@ -6,6 +6,7 @@ From a local model, run by the vLLM of this environment (or of ``--python``'s), 
 import argparse
 import asyncio
 import hashlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -54,6 +55,7 @@ class Prompt:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``capture`` on ``parser``."""
+    parser.allow_abbrev = False  # the other Python gets the words but --python, whole
     parser.add_argument("prompts", nargs="?", default="-", metavar="PROMPTS",
                         help="a file with one prompt a line; .jsonl: a line is a string, a list"
                         " of token ids, or an object with prompt, token_ids or messages; -:"
@@ -101,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
             raise Refused("name a checkpoint folder with --model, or a server with --server")
         if Path(args.out).suffix not in (".npz", ".safetensors"):
             raise Refused(f"--out {args.out} must end in .npz or .safetensors")
+        _check_out(Path(args.out))
         prompts = read_prompts(args.prompts, jsonl=args.jsonl)
         begin = time.perf_counter()
         if args.server is None:
@@ -125,6 +128,14 @@ def run(args: argparse.Namespace) -> int:
         return EXIT_FAILED
     sys.stdout.write("\n".join(_summary(args, kept, len(rollouts), num_bytes, seconds)) + "\n")
     return 0
+
+
+def _check_out(path: Path) -> None:
+    """What would lose the responses only once they are there."""
+    if not path.parent.is_dir():
+        raise Refused(f"--out {path}: there is no folder {path.parent}")
+    if path.suffix == ".safetensors" and importlib.util.find_spec("safetensors") is None:
+        raise Refused(f"--out {path}: safetensors is not installed")
 
 
 def _summary(
@@ -158,14 +169,15 @@ def _summary(
 def read_prompts(path: str, *, jsonl: bool = False) -> list[Prompt]:
     """One prompt a line that is not empty; of stdin where ``path`` is ``-``."""
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise Refused(f"{path}: {reason}") from error
     place = "stdin" if path == "-" else path
     json_lines = jsonl or path.endswith(".jsonl")
     prompts = []
-    for number, line in enumerate(text.splitlines(), 1):
+    # not splitlines(): it also breaks at U+2028 and others, which JSON strings and texts may hold
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         if not line.strip():
             continue
         where = f"{place}, line {number}"
@@ -197,6 +209,8 @@ def _json_prompt(where: str, line: str) -> Prompt:
     if given == ["token_ids"]:
         if not isinstance(content, list) or not content or {*map(type, content)} != {int}:
             raise Refused(f"{where}: token_ids must be a list of integers, not empty")
+        if min(content) < 0 or max(content) >= 2**31:
+            raise Refused(f"{where}: token_ids must be from 0 to 2**31 - 1")
         return Prompt(where, token_ids=content)
     if not isinstance(content, list) or not all(isinstance(item, dict) for item in content):
         raise Refused(f"{where}: messages must be a list of objects")
@@ -364,7 +378,12 @@ async def _from_server(
         async def one(number: int, prompt: Prompt) -> list[Rollout]:
             ids = prompt.token_ids
             if ids is None:
-                ids = await asyncio.to_thread(_tokenize, args.server, prompt)
+                try:
+                    ids = await client.tokenize(
+                        prompt.messages or [] if prompt.text is None else prompt.text
+                    )
+                except (ValueError, RuntimeError, ConnectionError) as error:
+                    raise RuntimeError(f"{prompt.where}: {error}") from error
             found = await client.generate(ids, sampling | _seed(args, number))
             bar.add(sum(rollout.response_ids.size for rollout in found))
             return found
@@ -377,26 +396,6 @@ async def _from_server(
                 task.cancel()
             bar.end()
     return [rollout for part in found for rollout in part], _meta(args, version, sampling)
-
-
-def _tokenize(server: str, prompt: Prompt) -> list[int]:
-    """By the server, with its tokenizer and chat template."""
-    from urllib.request import Request, urlopen
-
-    payload: dict[str, Any] = {"prompt": prompt.text}
-    if prompt.messages is not None:
-        payload = {"messages": prompt.messages, "add_generation_prompt": True}
-    request = Request(
-        server.rstrip("/") + "/tokenize",
-        data=json.dumps(payload).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    try:
-        with urlopen(request, timeout=60) as reply:
-            tokens = json.load(reply)["tokens"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RuntimeError(f"{prompt.where}: /tokenize failed ({error})") from error
-    return list(tokens)
 
 
 class _Bar:

@@ -22,6 +22,7 @@ import numpy as np
 
 from packhorse.packed.wire_format import WireFormatError, WireLimits, malformed
 from packhorse.packed.wire_json import decode_json
+from packhorse.replay.client_fields import read_ids
 from packhorse.replay.client_http import RetryPolicy, ServerError, ServerUnreachable, Transport
 from packhorse.replay.client_session import RolloutSession
 from packhorse.replay.client_stream import ReplyStream
@@ -135,6 +136,25 @@ class RolloutClient:
         if not isinstance(tree, dict) or not isinstance(tree.get("version"), str):
             raise WireFormatError("RolloutClient.version: the server names none")
         return tree["version"]
+
+    async def tokenize(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a text, or of messages by the chat template with the generation prompt, as
+        the server's tokenizer makes them (``/tokenize``).
+
+        Raises:
+            ServerError, ServerUnreachable, TransientWireError, WireFormatError: as ``generate``.
+        """
+        payload: dict[str, Any] = {"prompt": prompt}
+        if not isinstance(prompt, str):
+            payload = {
+                "messages": [dict(message) for message in prompt],
+                "add_generation_prompt": True,
+            }
+        if self._model is not None:
+            payload["model"] = self._model
+        return await self._transport.post(
+            "/tokenize", payload, accept="application/json", parse=_read_tokens
+        )
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -347,6 +367,15 @@ class RolloutClient:
                 f"{name}: top_k={top_k} keeps more than num_logprobs={self._num_logprobs}"
             )
         return given
+
+
+def _read_tokens(body: Any) -> list[int]:
+    tree = decode_json(body)
+    given = tree.get("tokens") if isinstance(tree, dict) else None
+    ids = read_ids("RolloutClient.tokenize", "/tokens", given)
+    if ids is None:
+        malformed("RolloutClient.tokenize", "the reply has no token ids", "/tokens")
+    return ids.tolist()
 
 
 def _num_choices(sampling: Mapping[str, Any] | None) -> Any:

@@ -1,5 +1,6 @@
 """Writing captures, and ``python -m packhorse capture`` as far as it goes without vLLM."""
 
+import asyncio
 import io
 import itertools
 import json
@@ -14,6 +15,8 @@ from packhorse.replay.capture import Capture
 from packhorse.replay.capture_cli import Prompt, Refused, read_prompts
 from packhorse.replay.capture_save import save_capture
 from packhorse.replay.rollout import make_rollout
+from tests.replay import client_server as engine
+from tests.replay.client_server import Request, Server, http, plain, whole
 
 META = {
     "vllm": "0.32.0", "model_config": {"n_routed_experts": 8, "vocab_size": 16},
@@ -123,6 +126,19 @@ def test_each_line_that_is_not_empty_is_a_prompt(tmp_path, monkeypatch):
     assert read_prompts("-") == [Prompt("stdin, line 1", text="from stdin")]
 
 
+def test_only_line_feeds_end_a_prompt(tmp_path, monkeypatch):
+    """Not U+2028, U+0085 and form feed, which JSON need not escape and a text may hold."""
+    texts = ["one\u2028two", "three\x85four\x0cfive"]
+    path = tmp_path / "prompts.txt"
+    path.write_text("\ufeff" + "\r\n".join(texts), encoding="utf-8", newline="")
+    assert [prompt.text for prompt in read_prompts(str(path))] == texts
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff" + "\n".join(texts)))
+    assert [prompt.text for prompt in read_prompts("-")] == texts
+    lines = "\n".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    path.with_suffix(".jsonl").write_text("\ufeff" + lines, encoding="utf-8")
+    assert [prompt.text for prompt in read_prompts(str(path.with_suffix(".jsonl")))] == texts
+
+
 def test_json_lines_are_text_token_ids_or_messages(tmp_path):
     path = tmp_path / "prompts.jsonl"
     messages = [{"role": "user", "content": "hello"}]
@@ -144,6 +160,8 @@ def test_json_lines_are_text_token_ids_or_messages(tmp_path):
         ('{"prompt": 1}', "line 2: prompt must be a string"),
         ("[]", "line 2: token_ids must be a list of integers"),
         ("[1, true]", "line 2: token_ids must be a list of integers"),
+        ("[1, -1]", "line 2: token_ids must be from 0"),
+        ("[1, 2147483648]", "line 2: token_ids must be from 0"),
         ('{"messages": "a"}', "line 2: messages must be a list of objects"),
     ],
 )
@@ -172,14 +190,19 @@ def test_a_run_that_cannot_begin_says_why_in_one_line(capsys, tmp_path):
     given = str(prompts)
     assert "name a checkpoint folder with --model" in refused(capsys, given)
     assert "must end in .npz" in refused(capsys, given, "--model", "x", "--out", "c.txt")
+    nowhere = str(tmp_path / "absent" / "c.npz")
+    assert "there is no folder" in refused(capsys, given, "--model", "x", "--out", nowhere)
     assert "absent: No such file" in refused(capsys, str(tmp_path / "absent"), "--model", "x")
     prompts.write_text("\n")
     assert "has no prompt" in refused(capsys, given, "--model", "x")
     prompts.write_bytes(b"\xff\xfe\xfa")
     assert "it is not UTF-8" in refused(capsys, given, "--model", "x")
     prompts.write_text("one\n")
-    for engine, message in (("{", "--engine: not JSON"), ("3", "--engine must be a JSON object")):
-        assert message in refused(capsys, given, "--model", "x", "--engine", engine)
+    for given_engine, message in (
+        ("{", "--engine: not JSON"),
+        ("3", "--engine must be a JSON object"),
+    ):
+        assert message in refused(capsys, given, "--model", "x", "--engine", given_engine)
 
 
 def test_without_vllm_the_ways_to_it_are_named(capsys, tmp_path, monkeypatch):
@@ -198,3 +221,56 @@ def test_another_python_without_vllm_is_named(capsys, tmp_path):
     this = Path(sys.executable)
     said = refused(capsys, "--model", "x", f"--python={this}")
     assert "No module named 'vllm'" in said
+
+
+def test_an_option_is_not_abbreviated_so_that_the_other_python_does_not_start_itself_again(capsys):
+    with pytest.raises(SystemExit):
+        main(["capture", "--model", "x", "--pyth", sys.executable])
+    assert "unrecognized arguments: --pyth" in capsys.readouterr().err
+
+
+def serving(script, arguments: list[str]) -> int:
+    """``capture`` from a server on a loopback port."""
+
+    async def use() -> int:
+        async with Server(script) as server:
+            return await asyncio.to_thread(main, ["capture", "--server", server.url, *arguments])
+
+    return asyncio.run(asyncio.wait_for(use(), 60))
+
+
+def answered(request: Request) -> bytes:
+    if request.path == "/version":
+        return http(200, b'{"version": "0.32.0"}')
+    if request.path == "/tokenize":
+        return http(200, json.dumps({"tokens": engine.PROMPT}).encode())
+    return whole(request)
+
+
+def test_a_capture_from_a_server_is_loaded_again(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("aiohttp")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # not for any of the requests
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "c.npz"
+    prompts.write_text('"text"\n[1, 2]\n{"messages": [{"role": "user", "content": "a"}]}\n')
+    given = [str(prompts), "--out", str(out), "--max-tokens", "4", "--top-k", "3"]
+    assert serving([plain(answered)], given) == 0
+    assert "responses 3" in capsys.readouterr().out
+    capture = Capture.load(out, num_experts=engine.E, vocab_size=engine.V)
+    assert [ids.tolist() for ids in capture.prompt_ids] == [engine.PROMPT, [1, 2], engine.PROMPT]
+
+
+def test_what_the_server_says_of_a_prompt_is_said_with_its_line(capsys, tmp_path):
+    pytest.importorskip("aiohttp")
+
+    def too_long(request: Request) -> bytes:
+        if request.path == "/tokenize":
+            return http(400, b'{"error": {"message": "messages lack a role"}}')
+        return answered(request)
+
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\none\n")
+    assert serving([plain(too_long)], [str(prompts), "--out", str(tmp_path / "c.npz")]) == 1
+    said = capsys.readouterr().err
+    assert "line 2: " in said
+    assert "status 400: messages lack a role" in said
+    assert len(said.splitlines()) == 1
