@@ -344,6 +344,9 @@ def support_logprobs(
                 f"support_logprobs: vocab_start={vocab_start}, but no group holds other columns"
             )
         check_vocab_size("support_logprobs", logits, vocab_size)
+    if not isinstance(overwrite_logits, bool):
+        given = type(overwrite_logits).__name__
+        raise TypeError(f"support_logprobs: overwrite_logits must be a bool, got {given}")
     if overwrite_logits and _overlaps(logits):
         raise ValueError(
             "support_logprobs: overwrite_logits is for logits of their own memory, got strides"
@@ -394,6 +397,9 @@ def full_logprobs(
 
 def _validate(op: str, logits: Tensor, sampled_ids: Tensor, temperature: float) -> float:
     """Check what both functions take; returns the temperature, a whole one as a float."""
+    for field, tensor in (("logits", logits), ("sampled_ids", sampled_ids)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{op}: {field} must be a tensor, got {type(tensor).__name__}")
     if logits.dtype not in LOGITS_DTYPES:
         raise TypeError(f"{op}: logits has unsupported dtype {logits.dtype}")
     if logits.dim() != 2 or logits.shape[1] == 0:
@@ -450,6 +456,9 @@ def check_shards(op: str, vocab_size: int, num_shards: int, num_ids: int, what: 
 
 
 def _validate_support(op: str, logits: Tensor, support_ids: Tensor) -> None:
+    if not isinstance(support_ids, Tensor):
+        given = type(support_ids).__name__
+        raise TypeError(f"{op}: support_ids must be a tensor, got {given}")
     if support_ids.dtype not in SUPPORT_DTYPES:
         raise TypeError(f"{op}: support_ids must be int32 or int64, got {support_ids.dtype}")
     if support_ids.dim() != 2 or support_ids.shape[0] != logits.shape[0]:

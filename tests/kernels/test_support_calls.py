@@ -143,6 +143,23 @@ def test_logits_that_share_memory_are_not_overwritten(device):
         support_logprobs(own, ids[some] % 9, sampled[some], overwrite_logits=True)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": [[1.0]]}, "logits must be a tensor, got list"),
+        ({"sampled_ids": [0, 1]}, "sampled_ids must be a tensor, got list"),
+        ({"support_ids": [[0], [1]]}, "support_ids must be a tensor, got list"),
+        ({"overwrite_logits": "no"}, "overwrite_logits must be a bool, got str"),
+    ],
+    ids=lambda change: next(iter(change)) if isinstance(change, dict) else "",
+)
+def test_what_is_no_tensor_is_named(change, message):
+    base, ids, sampled = draw(2, 9, 3)
+    given = {"logits": base, "support_ids": ids, "sampled_ids": sampled} | change
+    with pytest.raises(TypeError, match=f"^support_logprobs: {message}$"):
+        support_logprobs(**given)
+
+
 def test_shapes_do_not_depend_on_the_data():
     logits = torch.empty(6, 9, dtype=torch.bfloat16, device="meta", requires_grad=True)
     ids = torch.empty(6, 4, dtype=torch.int32, device="meta")
