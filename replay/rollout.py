@@ -320,6 +320,10 @@ def _candidate_rows(where: str, given: Any, num_tokens: int) -> CandidateRows:
     with np.errstate(invalid="ignore"):
         kept = np.isfinite(logprobs) & (logprobs > LOGPROB_FLOOR) & (ids != NO_CANDIDATE)
     rows, ids, logprobs = rows[kept], ids[kept], logprobs[kept]
+    outside = (ids < 0) | (ids > INT32_MAX)
+    if outside.any():
+        first = int(np.argmax(outside))
+        raise ValueError(f"{where}, token {rows[first]}: id {ids[first]} is no token id")
     if (logprobs > 0).any():
         first = int(np.argmax(logprobs > 0))
         raise ValueError(f"{where}, token {rows[first]}: logprob {logprobs[first]} is positive")

@@ -150,6 +150,7 @@ def capture_settings(
     Raises:
         ValueError: this version has not what is needed; a setting makes it wrong (docs/capture.md
             has the table); ``top_k`` is missing; fewer logprobs are asked for than ``top_k``.
+        TypeError: a setting that is compared is of another type.
         ModuleNotFoundError: there is no vLLM, and no ``version``.
     """
     name = "capture_settings"
@@ -230,6 +231,11 @@ def _minor(name: str, version: Any) -> int:
     found = re.match(r"(\d+)\.(\d+)", version) if isinstance(version, str) else None
     if found is None:
         raise ValueError(f"{name}: version must be like '0.32.0', got {version!r}")
+    if version.startswith("0.1.dev"):
+        raise ValueError(
+            f"{name}: vLLM {version} was built from a source without its tags: name the release"
+            " that it is like, version='0.x.0'"
+        )
     return NEWEST if int(found[1]) else int(found[2])
 
 
@@ -289,7 +295,9 @@ def _sampling_of(
             )
     if LOGPROBS in wants:
         number = asked.setdefault("logprobs", None if top_k is None else top_k + TIE_ROOM)
-        if number is None or (number != -1 and number < top_k):
+        if number is not None and type(number) is not int:
+            raise TypeError(f"{name}: sampling.logprobs must be an integer, got {number!r}")
+        if number is None or (number != -1 and number < (top_k or 0)):
             raise ValueError(
                 f"{name}: sampling.logprobs={number!r} for top_k={top_k}: rows would be cut"
             )
@@ -305,6 +313,8 @@ def _max_logprobs(name: str, own: dict[str, Any], number: int) -> dict[str, Any]
     limit = own.get("max_logprobs")
     if limit is None:
         return {} if 0 <= number <= 20 else {"max_logprobs": number}
+    if type(limit) is not int:
+        raise TypeError(f"{name}: engine.max_logprobs must be an integer, got {limit!r}")
     if limit != -1 and (number == -1 or number > limit):
         raise ValueError(f"{name}: engine.max_logprobs={limit} for sampling.logprobs={number}")
     return {}

@@ -208,6 +208,7 @@ def check_rules(
 
     Raises:
         ValueError: ``name: engine.NAME=value with vLLM 0.x: because``.
+        TypeError: a value is not of the kind that is compared.
     """
     minor = min(minor, NEWEST)
     for rule in RULES:
@@ -215,7 +216,15 @@ def check_rules(
             continue
         if rule.device and rule.device != device:
             continue
-        if rule.setting in given and rule.wrong(given[rule.setting]):
+        if rule.setting not in given:
+            continue
+        try:
+            wrong = rule.wrong(given[rule.setting])
+        except TypeError:
+            raise TypeError(
+                f"{name}: {rule.setting} must be a number, got {given[rule.setting]!r}"
+            ) from None
+        if wrong:
             raise ValueError(
                 f"{name}: {rule.setting}={given[rule.setting]!r} with vLLM 0.{minor}:"
                 f" {rule.because}"

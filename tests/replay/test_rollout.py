@@ -335,3 +335,13 @@ def test_a_config_with_other_sizes_is_refused():
         read_engine_model({"num_experts": -1})
     with pytest.raises(TypeError, match="config must be a mapping"):
         read_engine_model([])
+
+
+@pytest.mark.parametrize("wrong", [-3, 2**31, 2**62])
+def test_a_candidate_that_is_no_token_id_is_not_taken_for_a_member_of_another_row(wrong):
+    """-3 in row 1 of width 6 is 3 in row 0."""
+    candidates = (np.array([[3], [wrong]]), np.array([[0.0], [-0.5]]))
+    with pytest.raises(ValueError, match=rf"candidates, token 1: id {wrong} is no token id"):
+        make_rollout(
+            [1, 1], [3, 4], support=[[3], [4, 5]], candidates=candidates, logprobs=[-0.1, -0.1]
+        )

@@ -571,3 +571,29 @@ def test_an_engine_that_would_not_capture_is_refused(reports, message):
 
 def test_without_routes_nothing_is_held_against_the_layers():
     assert read_layers("preflight", [report()], False).model.moe_layers is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sampling": {"top_k": 5, "temperature": "1"}}, "sampling.temperature must be a number"),
+        (
+            {"engine": {"pipeline_parallel_size": "2"}},
+            "engine.pipeline_parallel_size must be a num",
+        ),
+        ({"sampling": {"top_k": 5, "logprobs": "5"}}, "sampling.logprobs must be an integer"),
+        ({"engine": {"max_logprobs": "9"}}, "engine.max_logprobs must be an integer, got '9'"),
+    ],
+)
+def test_a_setting_of_another_type_is_named(given, message):
+    with pytest.raises(TypeError, match=f"capture_settings: {message}"):
+        capture_settings(
+            version="0.32.0", **{"support": "logprobs", "sampling": {"top_k": 5}, **given}
+        )
+
+
+def test_a_version_is_read_whatever_follows_and_a_build_without_tags_is_no_old_release():
+    for version, minor in (("0.30.0rc1", 30), ("0.33.0+cpu", 33), ("0.32", 32), ("1.0", 33)):
+        assert capture_settings(version=version, device="cuda").minor == minor
+    with pytest.raises(ValueError, match="built from a source without its tags"):
+        capture_settings(version="0.1.dev1+gabcdef0")
