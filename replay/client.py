@@ -349,6 +349,11 @@ class RolloutClient:
         for key in _OWN:
             if key in given:
                 raise ValueError(f"{name}: {key} is set by the client")
+        for key, value in given.items():
+            if (
+                key != "temperature" and isinstance(value, float) and not np.isfinite(value)
+            ):  # null in JSON: the default
+                raise ValueError(f"{name}: {key} must be finite, got {value!r}")
         if self._support is None:
             return given
         temperature, top_k = given.get("temperature"), given.get("top_k")

@@ -364,6 +364,14 @@ def test_the_text_of_an_error_is_read_to_its_end():
     assert len(run([in_pieces, cut], use).requests) == 2
 
 
+def test_a_number_that_json_lacks_is_not_sent_as_null():
+    async def use(server: Server, client: RolloutClient) -> None:
+        with pytest.raises(ValueError, match="generate: top_p must be finite, got nan"):
+            await client.generate(PROMPT, {**SAMPLING, "top_p": math.nan})
+
+    assert run([plain(whole)], use).requests == []
+
+
 def test_what_is_no_address_is_not_asked_again():
     async def main() -> None:
         far = RetryPolicy(first_s=60, most_s=60)
