@@ -350,9 +350,9 @@ class RolloutClient:
             if key in given:
                 raise ValueError(f"{name}: {key} is set by the client")
         for key, value in given.items():
-            if (
-                key != "temperature" and isinstance(value, float) and not np.isfinite(value)
-            ):  # null in JSON: the default
+            own = key == "temperature" and self._support is not None  # checked below
+            # JSON has no such number: null would be sent, which is the server's default
+            if isinstance(value, float) and not np.isfinite(value) and not own:
                 raise ValueError(f"{name}: {key} must be finite, got {value!r}")
         if self._support is None:
             return given

@@ -424,6 +424,7 @@ def test_a_reply_above_the_bound_is_refused_before_it_is_read():
         ("mask", {"temperature": 1.0, "top_k": -1}, "top_k must be given and above 0"),
         ("logprobs", {"temperature": 1.0, "top_k": 9}, "top_k=9 keeps more than num_logprobs=3"),
         (None, {"logprobs": 3}, "logprobs is set by the client"),
+        (None, {"temperature": float("inf")}, "temperature must be finite, got inf"),
         (None, {"stream": True}, "stream is set by the client"),
     ],
 )  # fmt: skip
