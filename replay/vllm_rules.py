@@ -211,6 +211,9 @@ def check_rules(
         TypeError: a value is not of the kind that is compared.
     """
     minor = min(minor, NEWEST)
+    for setting, value in given.items():
+        if isinstance(value, float) and value != value:
+            raise ValueError(f"{name}: {setting} must be a number, got nan")
     for rule in RULES:
         if not wants & set(rule.needs.split()) or not rule.first <= minor <= rule.last:
             continue

@@ -592,6 +592,13 @@ def test_a_setting_of_another_type_is_named(given, message):
         )
 
 
+@pytest.mark.parametrize("setting", ["temperature", "top_p", "min_p"])
+def test_a_number_that_is_none_is_refused(setting):
+    sampling = {"top_k": 5, setting: float("nan")}
+    with pytest.raises(ValueError, match=f"sampling.{setting} must be a number, got nan"):
+        capture_settings(version="0.32.0", support="logprobs", sampling=sampling)
+
+
 def test_a_version_is_read_whatever_follows_and_a_build_without_tags_is_no_old_release():
     for version, minor in (("0.30.0rc1", 30), ("0.33.0+cpu", 33), ("0.32", 32), ("1.0", 33)):
         assert capture_settings(version=version, device="cuda").minor == minor
