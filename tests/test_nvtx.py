@@ -252,7 +252,7 @@ UNRANGED = {
     "ReplyStream", "ReplyStream.abort", "ReplyStream.rollouts", "RetryPolicy.delay_s",
     "Rollout.turn", "RolloutClient", "RolloutClient.chat", "RolloutClient.complete",
     "RolloutClient.generate", "RolloutClient.start_session", "RolloutClient.stream",
-    "RolloutClient.version", "RolloutSession", "RolloutSession.finalize", "RolloutSession.observe",
+    "RolloutClient.tokenize", "RolloutClient.version", "RolloutSession", "RolloutSession.finalize", "RolloutSession.observe",
     "RolloutSession.turn", "ServerError", "make_proxy", "plot_route_mismatch", "preflight_async",
     "reset_after_weights_async",
 }  # fmt: skip
