@@ -249,12 +249,12 @@ UNRANGED = {
     "PackedReplies", "PackedReplies.hold", "PackedReplies.release",
     "PackedTensor.detach", "PackedTensor.empty", "PackedTensor.is_pinned", "PackedTensor.segment",
     "ReplaySession.report", "ReplaySession.tally",
-    "ReplyStream", "ReplyStream.abort", "ReplyStream.rollouts", "RetryPolicy.delay_s",
+    "ReplyStream", "ReplyStream.abort", "ReplyStream.close", "ReplyStream.rollouts", "RetryPolicy.delay_s",
     "Rollout.turn", "RolloutClient", "RolloutClient.chat", "RolloutClient.complete",
     "RolloutClient.generate", "RolloutClient.start_session", "RolloutClient.stream",
-    "RolloutClient.tokenize", "RolloutClient.version", "RolloutSession", "RolloutSession.finalize", "RolloutSession.observe",
-    "RolloutSession.turn", "ServerError", "make_proxy", "plot_route_mismatch", "preflight_async",
-    "reset_after_weights_async",
+    "RolloutClient.tokenize", "RolloutClient.version", "RolloutSession", "RolloutSession.finalize",
+    "RolloutSession.observe", "RolloutSession.turn", "ServerError", "make_proxy",
+    "plot_route_mismatch", "preflight_async", "reset_after_weights_async",
 }  # fmt: skip
 
 
