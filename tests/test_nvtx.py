@@ -243,14 +243,13 @@ def test_without_the_package_a_profiled_call_runs_unranged(record):
 #: public methods without a range: they look at host integers or wrap a view, nothing more
 #: views and host values; what is asynchronous, whose range would not nest across other tasks
 UNRANGED = {
-    "CaptureSettings.routes_from", "CaptureSettings.server_arguments",
-    "CapturedLayers.decoder", "CapturedLayers.listed", "CapturedLayers.moe_only",
-    "PackedRagged.detach", "PackedRagged.empty", "PackedRagged.is_pinned", "PackedRagged.segment",
-    "PackedReplies", "PackedReplies.hold", "PackedReplies.release",
-    "PackedTensor.detach", "PackedTensor.empty", "PackedTensor.is_pinned", "PackedTensor.segment",
-    "ReplaySession.report", "ReplaySession.tally",
-    "ReplyStream", "ReplyStream.abort", "ReplyStream.close", "ReplyStream.rollouts",
-    "RetryPolicy.delay_s", "Rollout.turn", "RolloutClient", "RolloutClient.chat", "RolloutClient.complete",
+    "CaptureSettings.routes_from", "CaptureSettings.server_arguments", "CapturedLayers.decoder",
+    "CapturedLayers.listed", "CapturedLayers.moe_only", "PackedRagged.detach", "PackedRagged.empty",
+    "PackedRagged.is_pinned", "PackedRagged.segment", "PackedReplies", "PackedReplies.hold",
+    "PackedReplies.release", "PackedTensor.detach", "PackedTensor.empty", "PackedTensor.is_pinned",
+    "PackedTensor.segment", "ReplaySession.report", "ReplaySession.tally", "ReplyStream",
+    "ReplyStream.abort", "ReplyStream.close", "ReplyStream.rollouts", "RetryPolicy.delay_s",
+    "Rollout.turn", "RolloutClient", "RolloutClient.chat", "RolloutClient.complete",
     "RolloutClient.generate", "RolloutClient.start_session", "RolloutClient.stream",
     "RolloutClient.tokenize", "RolloutClient.version", "RolloutSession", "RolloutSession.finalize",
     "RolloutSession.observe", "RolloutSession.turn", "ServerError", "make_proxy",
