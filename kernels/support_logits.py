@@ -16,18 +16,16 @@ from torch import Tensor
 
 from packhorse.kernels.launch import Launcher, called_directly, kernel_name
 from packhorse.kernels.members import (
-    grad_members_reference,
+    grad_members,
     gradient_of_cells,
     order_support,
-    order_support_reference,
     ordered_ids,
     row_tile,
     score_members,
-    score_members_reference,
     scored_tile,
 )
 
-# --- reference: the specification, and what CPU tensors run ---------------------------------------
+# --- reference: the specification, what CPU tensors run, and rows too wide for one launch ---------
 
 
 def score_logits_reference(
@@ -39,11 +37,11 @@ def score_logits_reference(
     temperatures: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns logprobs, entropy, status, num_ignored [T], columns and member_logprobs [T, C]."""
-    columns, known, num_ignored = order_support_reference(support_ids, vocab_size)
+    columns, known, num_ignored = order_support(support_ids, vocab_size)
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     # an entry that is no member reads some column, and its value is never selected
     members = logits.gather(1, columns.clamp(min=0).long()).to(wide)
-    logprobs, entropy, status, member_logprobs = score_members_reference(
+    logprobs, entropy, status, member_logprobs = score_members(
         members[None], columns, known, sampled_ids, temperature, temperatures
     )
     return logprobs, entropy, status, num_ignored, columns, member_logprobs
@@ -60,7 +58,7 @@ def put_logit_grads_reference(
     temperature: float,
     temperatures: Tensor | None = None,
 ) -> None:
-    grads = grad_members_reference(
+    grads = grad_members(
         grad_logprobs, grad_entropy, columns, member_logprobs, entropy, sampled_ids, temperature,
         temperatures,
     )  # fmt: skip
@@ -169,13 +167,9 @@ def _score_logits_cuda(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     num_tokens, width = support_ids.shape
     if logits.dtype == torch.float64 or width > _WIDEST or support_ids.numel() == 0:
-        columns, known, ignored = order_support(support_ids, vocab_size)
-        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        members = logits.gather(1, columns.clamp(min=0).long()).to(wide)
-        scored = score_members(
-            members[None], columns, known, sampled_ids, temperature, temperatures
+        return score_logits_reference(
+            logits, support_ids, sampled_ids, vocab_size, temperature, temperatures
         )
-        return *scored[:3], ignored, columns, scored[3]
     logprobs = logits.new_empty((num_tokens,), dtype=torch.float32)
     entropy = logits.new_empty((num_tokens,), dtype=torch.float32)
     status = support_ids.new_empty((num_tokens,), dtype=torch.uint8)
