@@ -28,7 +28,12 @@ from torch import Tensor
 
 from packhorse._nvtx import ranged
 from packhorse.kernels.rows import gather_rows, scatter_rows
-from packhorse.kernels.support import SAMPLED_IMPOSSIBLE, SUPPORT_DTYPES, SUPPORT_OK
+from packhorse.kernels.support import (
+    SAMPLED_IMPOSSIBLE,
+    SUPPORT_DTYPES,
+    SUPPORT_OK,
+    check_temperature,
+)
 from packhorse.packed.host import from_host
 from packhorse.packed.ragged import PackedRagged
 from packhorse.packed.sentinels import MISSING_ROW
@@ -109,9 +114,10 @@ def score_microbatch(
 
     Args:
         logits: as the model returned them, [1, T, V] ("thd") or [B, T / B, V] ("bshd"), or [T, V]
-            in the layout's order. Not divided by the temperature. With ``lm_head`` hidden states in
-            their place, of the same shapes with H for V, or 1/TP of the tokens where it is
-            ``sequence_parallel``.
+            in the layout's order. Not divided by the temperature, and not a shard of the
+            vocabulary, as Megatron returns with ``parallel_output``: its columns would be taken for
+            the first V ids. With ``lm_head`` hidden states in their place, of the same shapes with
+            H for V, or 1/TP of the tokens where it is ``sequence_parallel``.
         layout: the microbatch's layout on this rank.
         token_ids: the real tokens, prompt and response: packed, one int64 row a token, or dense
             [B, S] int64 with S = ``layout.batch_width``. A dense batch is read by the layout's
@@ -146,6 +152,7 @@ def score_microbatch(
             loss. Names the trajectory.
     """
     _check_arguments(logits, layout, token_ids, support, lm_head)
+    temperature = check_temperature(_NAME, temperature)
     responses = _response_lengths(layout, support, response_lengths)
     row_ids = layout.support_row_ids(responses)  # checks that the responses fit
     full = _full_rows(layout, responses, support, loss_masks, appended, cut)
@@ -269,6 +276,9 @@ def _check_arguments(
         raise TypeError(
             f"{_NAME}: token_ids must be a PackedTensor or a tensor, got {type(token_ids).__name__}"
         )
+    for name, device in (("layout", layout.device), ("token_ids", token_ids.device)):
+        if device != logits.device:
+            raise ValueError(f"{_NAME}: {name} is on {device}, {what} are on {logits.device}")
     if support is None:
         return
     field = f"{_NAME}: rollout_sample_support"
@@ -292,21 +302,21 @@ def _response_lengths(
     support: PackedTensor | PackedRagged | None,
     response_lengths: HostInts | None,
 ) -> tuple[int, ...]:
-    if response_lengths is None:
-        if support is None:
-            raise ValueError(f"{_NAME}: without a support, response_lengths must be given")
+    if response_lengths is not None:
+        responses = host_ints(_NAME, "response_lengths", response_lengths)
+    elif support is not None:
         responses = support.lengths
     else:
-        responses = host_ints(_NAME, "response_lengths", response_lengths)
-        if support is not None and support.lengths != responses:
-            trajectory, got, length = _first_difference(support.lengths, responses)
-            raise ValueError(
-                f"{_NAME}: rollout_sample_support of trajectory {trajectory} has {got} rows for"
-                f" {length} response tokens"
-            )
+        raise ValueError(f"{_NAME}: without a support, response_lengths must be given")
     if len(responses) != layout.num_sequences:
         raise ValueError(
             f"{_NAME}: {len(responses)} responses for {layout.num_sequences} trajectories"
+        )
+    if support is not None and support.lengths != responses:
+        trajectory, got, length = _first_difference(support.lengths, responses)
+        raise ValueError(
+            f"{_NAME}: rollout_sample_support of trajectory {trajectory} has {got} rows for"
+            f" {length} response tokens"
         )
     return responses
 

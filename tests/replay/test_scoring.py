@@ -445,6 +445,19 @@ CASE = Case("thd", "cpu")
             "of trajectory 2 has 0 rows for 1 response tokens",
         ),
         ({"response_lengths": [3, 4], "support": None}, ValueError, "2 responses for 4"),
+        ({"response_lengths": [3, 4]}, ValueError, "2 responses for 4 trajectories"),
+        ({"temperature": 0}, ValueError, "temperature must be finite and > 0, got 0"),
+        ({"temperature": torch.ones(32)}, TypeError, "temperature must be a number, got Tensor"),
+        (
+            {"logits": CASE.logits.to("meta"), "support": None, "response_lengths": RESPONSES},
+            ValueError,
+            "layout is on cpu, logits are on meta",
+        ),
+        (
+            {"token_ids": PackedTensor.from_lengths(torch.arange(24, device="meta"), LENGTHS)},
+            ValueError,
+            "token_ids is on meta, logits are on cpu",
+        ),
         (
             {"response_lengths": [3, 4, 4, 4], "support": None},
             ValueError,

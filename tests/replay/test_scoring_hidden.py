@@ -301,6 +301,14 @@ CASE = HeadCase("thd")
         ({}, {"sequence_parallel": True}, ValueError, "is sequence_parallel and has no group"),
         ({"vocab_size": 41}, {}, ValueError, "vocab_size=41 and vocab_start=0"),
         ({"temperature": 0}, {}, ValueError, "temperature must be finite and > 0"),
+        # one a token would fit the slots over their supports, and not those over the vocabulary
+        ({"temperature": torch.ones(32).double()}, {}, TypeError, "must be a number, got Tensor"),
+        (
+            {"logits": CASE.hidden.to("meta")},
+            {"weight": CASE.weight.to("meta")},
+            ValueError,
+            "layout is on cpu, hidden states are on meta",
+        ),
         ({"logits": CASE.hidden[:, 1:]}, {}, ValueError, r"hidden states must be \[32, H\]"),
         ({"logits": CASE.hidden.long()}, {}, TypeError, "hidden states must be a floating"),
         ({"lm_head": CASE.weight}, {}, TypeError, "lm_head must be an LmHead, got Tensor"),
