@@ -86,8 +86,9 @@ def make_config(**over: Any) -> Any:
     return TransformerConfig(**settings)
 
 
-def build_model(*, seed: int = 7, **over: Any) -> Any:
-    """A GPTModel from local modules; one seed gives one set of weights."""
+def build_model(*, seed: int = 7, tied: bool = False, **over: Any) -> Any:
+    """A GPTModel from local modules; one seed gives one set of weights. ``tied``: the embedding is
+    the LM head too."""
     from megatron.core.enums import ModelType
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
@@ -110,6 +111,7 @@ def build_model(*, seed: int = 7, **over: Any) -> Any:
         vocab_size=VOCAB,
         max_sequence_length=64,
         position_embedding_type="rope",
+        share_embeddings_and_output_weights=tied,
         **extra,
     )
     model.model_type = ModelType.encoder_or_decoder

@@ -14,12 +14,12 @@ from packhorse.replay.scoring_megatron import hidden_states_of, lm_head_of
 LENGTHS, RESPONSES = [7, 5], [4, 2]
 
 
-@pytest.fixture
-def scored():
+@pytest.fixture(params=["own weight", "tied embedding"])
+def scored(request):
     """A model, a call that runs it, and what ``score_microbatch`` takes beside its output."""
     from tests.megatron.helpers import DEVICE, VOCAB, build_model
 
-    model = build_model()
+    model = build_model(tied=request.param == "tied embedding")
     layout = TokenLayout.build(LENGTHS, format="bshd", device=DEVICE)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCAB, (sum(LENGTHS),), generator=generator)
@@ -85,7 +85,31 @@ def test_main_grad_takes_the_weights_gradient(scored):
     scores = score_microbatch(hidden, support=support, **given, lm_head=head)
     grads = gradients(model, scores.logprobs.values)
     assert weight.main_grad.any()
-    assert grads["output_layer.weight"] is None
+    if not model.share_embeddings_and_output_weights:
+        assert grads["output_layer.weight"] is None
+
+
+def test_main_grad_of_two_microbatches_in_ddp_is_what_autograd_adds(scored):
+    """Of a tied embedding too: its own part comes from autograd, the LM head's does not."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    model, run, given, support = scored
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    ddp = DistributedDataParallel(config=model.config, ddp_config=settings, module=model)
+    grads = []
+    for main_grad in (False, True):
+        ddp.zero_grad_buffer()
+        for _ in range(2):
+            with hidden_states_of(ddp):
+                hidden = run()
+            head = lm_head_of(ddp, main_grad=main_grad)
+            scores = score_microbatch(hidden, support=support, **given, lm_head=head)
+            scores.logprobs.values.sum().backward()
+        grads.append({name: p.main_grad.clone() for name, p in ddp.named_parameters()})
+    assert grads[0].keys() == grads[1].keys()
+    assert any(grad.any() for name, grad in grads[0].items() if "embedding" in name)
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_an_exception_inside_puts_the_output_layer_back(scored):
