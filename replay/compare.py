@@ -93,6 +93,7 @@ class Comparison:
 
     differences: dict[str, np.ndarray]  # variant -> [response tokens], trainer - rollout
     differing: np.ndarray  # [route rows, MoE layers] bool: live experts are not the rollout's
+    differing_replayed: np.ndarray  # the same of the forward-only schedule with replay
     forward_report: Any  # the session's report of the forward-only schedule
     training_report: Any  # and of the training schedule
     recompute_difference: float  # max |training - forward-only| logprob, with replay
@@ -227,7 +228,11 @@ def compare(
         ReplayMicrobatch(m.layout, m.routes, loss_masks=m.loss_masks) for m in microbatches
     ]
     began = time.perf_counter()
-    with session.schedule(replayed_microbatches), torch.no_grad():
+    with (
+        record_dispatch(model) as dispatched,
+        session.schedule(replayed_microbatches),
+        torch.no_grad(),
+    ):
         replayed = _run_schedule(model, microbatches, temperature, True, session.begin)
     forward_report = session.report()
     seconds["replayed"] = time.perf_counter() - began
@@ -253,6 +258,7 @@ def compare(
     return Comparison(
         differences={variant: values - rollout for variant, values in logprobs.items()},
         differing=_differing_routes(recorded, microbatches, layers),
+        differing_replayed=_differing_routes(dispatched, microbatches, layers),
         forward_report=forward_report,
         training_report=training_report,
         recompute_difference=float(np.abs(trained.logprobs[True] - logprobs["both"]).max()),
@@ -414,20 +420,46 @@ def record_routes(model: Any) -> Iterator[list[list[Tensor]]]:
             router.router_replay = replay
 
 
+@contextmanager
+def record_dispatch(model: Any) -> Iterator[list[list[Tensor]]]:
+    """Record which experts each router of ``model`` sends its tokens to, whoever chose them.
+
+    Yields:
+        As ``record_routes``; read from the [rows, E] map that the dispatcher is given.
+    """
+    routers = [router.module for router in find_routers(model) if not router.is_mtp]
+    dispatched: list[list[Tensor]] = [[] for _ in routers]
+
+    def keep(calls: list[Tensor]) -> Callable[..., None]:
+        def hook(router: Any, given: Any, made: tuple[Tensor, Tensor]) -> None:
+            calls.append(made[1].int().topk(router.topk).indices)
+
+        return hook
+
+    hooks = []
+    try:
+        for router, calls in zip(routers, dispatched, strict=True):
+            hooks.append(router.register_forward_hook(keep(calls)))
+        yield dispatched
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def _differing_routes(
     recorded: Sequence[Sequence[Tensor]],
     microbatches: Sequence[Microbatch],
     layers: Sequence[int],
 ) -> np.ndarray:
-    """[route rows, MoE layers] bool: where the set of live experts is not the rollout's own."""
+    """[route rows, MoE layers] bool: where the set of recorded experts is not the rollout's own."""
     parts = []
     for i, batch in enumerate(microbatches):
-        live = torch.stack([calls[i] for calls in recorded], 1)  # [M, L, K]
+        taken = torch.stack([calls[i] for calls in recorded], 1)  # [M, L, K]
         routes = batch.rollout_routes
         row_ids = batch.layout.route_row_ids(routes.lengths)
-        live = scatter_rows(live, row_ids, routes.num_rows, fill=-1).sort(-1).values
+        taken = scatter_rows(taken, row_ids, routes.num_rows, fill=-1).sort(-1).values
         captured = routes.values[:, list(layers)].long().sort(-1).values
-        parts.append((live != captured).any(-1).cpu().numpy())
+        parts.append((taken != captured).any(-1).cpu().numpy())
     return np.concatenate(parts)
 
 

@@ -64,6 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rectangle of padded trajectories, or packed; default: bshd",
     )
     parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        help="where the trainer computes, each rank of several on a GPU of its own; default: cuda"
+        " where there are as many GPUs as ranks, else cpu",
+    )
+    parser.add_argument(
         "--microbatch-size",
         type=int,
         default=3,
@@ -152,7 +158,7 @@ class Demo:
     config: MoeConfig
     capture: Capture
     microbatches: list[compare.Microbatch]
-    device: torch.device
+    device: torch.device  # the trainer's; of several ranks "cuda" is each one's own
     temperature: float
     args: argparse.Namespace
     sizes: Sizes
@@ -160,13 +166,15 @@ class Demo:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def prepare(args: argparse.Namespace) -> Demo:
-    """What the options name, read and checked. Raises ``Refused``."""
+def prepare(args: argparse.Namespace, *, in_rank: bool = False) -> Demo:
+    """What the options name, read and checked. Raises ``Refused``.
+
+    Microbatches of several ranks are on the CPU, but ``in_rank``, on one of them, on its device.
+    """
     sizes = demo_ranks.sizes_of(args)
-    on_gpu = torch.cuda.is_available() and sizes.world == 1
-    device = torch.device("cuda" if on_gpu else "cpu")
     try:
         demo_ranks.check_sizes(sizes, args)
+        device = demo_ranks.device_of(sizes, args)
         if args.plot:
             demo_plot.check(args.plot)
         path, folder = demo_families.choose(args.capture, args.model, args.family)
@@ -186,7 +194,7 @@ def prepare(args: argparse.Namespace) -> Demo:
             capture,
             format=args.format,
             size=args.microbatch_size,
-            device=device,
+            device=device if in_rank or sizes.world == 1 else "cpu",
             misplace=args.misplace,
             moe_layers=config.moe_layers,
         )
@@ -349,7 +357,7 @@ def report_lines(demo: Demo) -> list[str]:
         f"kernels   {_kernels(demo.device)}",
     ]
     if demo.sizes.world > 1:
-        lines.append(f"ranks     {demo_ranks.shown(demo.sizes)}")
+        lines.append(f"ranks     {demo_ranks.shown(demo.sizes, demo.device)}")
     if demo.args.misplace:
         lines.append(f"routes    {misplaced(demo.args.misplace)}")
     lines.append("")

@@ -46,8 +46,9 @@ class Part:
     #: on the last pipeline stage
     logprobs: dict[str, dict[tuple[bool, int], np.ndarray]] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)  # of the training schedule, likewise
-    #: (layer, microbatch) -> [rows, K] live experts of the route rows, -1: another rank's row
-    live: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
+    #: "live" or "replayed" -> (layer, microbatch) -> [rows, K] experts of the route rows, -1:
+    #: another rank's row
+    routes: dict[str, dict[tuple[int, int], np.ndarray]] = field(default_factory=dict)
     router_gradients: dict[int, np.ndarray] = field(default_factory=dict)  # layer -> float64
     unfinished_gradients: set[str] = field(default_factory=set)
     reports: dict[str, ScheduleReport] = field(default_factory=dict)
@@ -136,12 +137,15 @@ def run_part(
     with ExitStack() as recording:
         recorded = [recording.enter_context(compare.record_routes(chunk)) for chunk in chunks]
         run("live", None)
-    part.live = _live_routes(chunks, recorded, microbatches)
+    part.routes["live"] = _routes_by_row(chunks, recorded, microbatches)
 
     given = [ReplayMicrobatch(m.layout, m.routes, loss_masks=m.loss_masks) for m in microbatches]
-    with session.schedule(given):
+    with ExitStack() as recording:
+        recorded = [recording.enter_context(compare.record_dispatch(chunk)) for chunk in chunks]
+        recording.enter_context(session.schedule(given))
         run("replayed", session.begin)
     part.reports["replayed"] = session.report()
+    part.routes["replayed"] = _routes_by_row(chunks, recorded, microbatches)
 
     for chunk in chunks:
         chunk.train()
@@ -165,18 +169,19 @@ def gather(part: Part) -> list[Part] | None:
 # --- one rank -------------------------------------------------------------------------------------
 
 
-def _live_routes(
+def _routes_by_row(
     chunks: list[Any], recorded: Sequence[list[list[Tensor]]], microbatches: Sequence[Microbatch]
 ) -> dict[tuple[int, int], np.ndarray]:
-    live = {}
+    """What ``record_routes`` or ``record_dispatch`` kept of each chunk, as ``Part.routes``."""
+    taken = {}
     for chunk, routers in zip(chunks, recorded, strict=True):
         for layer, calls in zip(_layers(chunk), routers, strict=True):
             for i, (batch, topk_ids) in enumerate(zip(microbatches, calls, strict=True)):
                 routes = batch.rollout_routes
                 row_ids = batch.layout.route_row_ids(routes.lengths)
                 rows = scatter_rows(topk_ids, row_ids, routes.num_rows, fill=-1)
-                live[layer, i] = rows.cpu().numpy()
-    return live
+                taken[layer, i] = rows.cpu().numpy()
+    return taken
 
 
 def _layers(chunk: Any) -> list[int]:
@@ -218,7 +223,7 @@ def combine(
     """One ``Comparison`` of every rank's part.
 
     Raises:
-        RuntimeError: two ranks that score the same tokens disagree, or a row has no live route.
+        RuntimeError: two ranks that score the same tokens disagree, or a row has no route.
     """
     logprobs = {
         (schedule, support): _joined_logprobs(parts, sizes, schedule, support, len(microbatches))
@@ -240,7 +245,8 @@ def combine(
     norm = sum(float(np.square(grad / sizes.cp).sum()) for grad in gradients.values()) ** 0.5
     return Comparison(
         differences=differences,
-        differing=_differing_routes(parts, microbatches, sizes, moe_layers),
+        differing=_differing_routes(parts, "live", microbatches, sizes, moe_layers),
+        differing_replayed=_differing_routes(parts, "replayed", microbatches, sizes, moe_layers),
         forward_report=_joined_report(parts, "replayed"),
         training_report=_joined_report(parts, "training"),
         recompute_difference=float(np.abs(training).max()),
@@ -277,24 +283,29 @@ def _joined_logprobs(
 
 def _differing_routes(
     parts: Sequence[Part],
+    schedule: str,
     microbatches: Sequence[Microbatch],
     sizes: Sizes,
     moe_layers: Sequence[int],
 ) -> np.ndarray:
-    """[route rows, MoE layers] bool: where the set of live experts is not the rollout's own."""
+    """[route rows, MoE layers] bool: where the set of a schedule's experts is not the rollout's."""
     rows = []
     for i, batch in enumerate(microbatches):
         layers = []
         for layer in moe_layers:
             # of the ranks of one replica each saw some of its rows; ids beat -1
-            live = np.concatenate([
-                np.max([p.live[layer, i] for p in parts if p.dp == dp and (layer, i) in p.live], 0)
+            taken = np.concatenate([
+                np.max([
+                    part.routes[schedule][layer, i]
+                    for part in parts
+                    if part.dp == dp and (layer, i) in part.routes[schedule]
+                ], 0)
                 for dp in range(sizes.ep)
             ])  # fmt: skip
-            if (live < 0).any():
+            if (taken < 0).any():
                 raise RuntimeError(f"no rank saw a row of layer {layer}, microbatch {i}")
             captured = batch.rollout_routes.values[:, layer].cpu().numpy().astype(np.int64)
-            layers.append((np.sort(live, -1) != np.sort(captured, -1)).any(-1))
+            layers.append((np.sort(taken, -1) != np.sort(captured, -1)).any(-1))
         rows.append(np.stack(layers, 1))
     return np.concatenate(rows)
 

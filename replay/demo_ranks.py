@@ -1,6 +1,7 @@
-"""The demo on several ranks: gloo processes on this machine's CPU, started and watched from here.
+"""The demo on several ranks: processes on this machine, started and watched from here.
 
-Each rank is a ``demo_worker``. All are ended as soon as one has failed, or when the time is over.
+Each rank is a ``demo_worker``: on a GPU of its own, over NCCL, or on the CPU, over gloo. All are
+ended as soon as one has failed, or when the time is over.
 """
 
 import argparse
@@ -8,12 +9,15 @@ import contextlib
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import torch
 
 from packhorse.replay.checkpoint import MoeConfig
 from packhorse.replay.compare import Comparison, Microbatch
@@ -24,6 +28,9 @@ MAX_RANKS = 64
 _WORKER = "packhorse.replay.demo_worker"
 #: For the others to say what they met, once a rank has failed.
 _GRACE_S = 1.0
+#: Where nothing else is set. Megatron asks for one connection where tensor-parallel ranks share a
+#: sequence; NVLink multicast needs more of a machine than it always has.
+_ON_GPUS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_NVLS_ENABLE": "0"}
 
 
 class Refused(Exception):
@@ -40,7 +47,9 @@ class RankFailed(Exception):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of a parallel run on ``parser``."""
-    group = parser.add_argument_group("several ranks, as gloo processes on the CPU")
+    group = parser.add_argument_group(
+        "several ranks, over NCCL on a GPU each or over gloo on the CPU"
+    )
     for option, what in (
         ("tp", "tensor-parallel ranks, with sequence parallelism"),
         ("pp", "pipeline stages"),
@@ -79,6 +88,27 @@ def check_sizes(sizes: Sizes, args: argparse.Namespace) -> None:
         raise ValueError(f"--timeout must be above 0, got {args.timeout}")
 
 
+def device_of(sizes: Sizes, args: argparse.Namespace) -> torch.device:
+    """Where every rank computes: on a GPU each if there are as many, else on the CPU.
+
+    Raises:
+        ValueError: ``--device`` asks for what is not there; names it and the GPUs that were found.
+    """
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if args.device == "cuda" and found < sizes.world:
+        named = ("tp", "pp", "ep", "cp")
+        options = " ".join(f"--{n} {getattr(sizes, n)}" for n in named if getattr(sizes, n) > 1)
+        needed = f"{sizes.world} GPUs, one a rank ({options})" if options else "a GPU"
+        raise ValueError(f"--device cuda needs {needed}, found {found}")
+    if args.device == "cpu" and found and sizes.world == 1:
+        raise ValueError(
+            f"--device cpu: Megatron computes on a GPU where one rank sees one, found {found};"
+            " hide them with CUDA_VISIBLE_DEVICES="
+        )
+    on_gpus = args.device != "cpu" and found >= sizes.world
+    return torch.device("cuda" if on_gpus else "cpu")
+
+
 def check_model(sizes: Sizes, config: MoeConfig, microbatches: Sequence[Microbatch]) -> None:
     """Refuse what this model and these microbatches cannot run. ValueError names the option."""
     shared = [
@@ -115,7 +145,7 @@ def check_model(sizes: Sizes, config: MoeConfig, microbatches: Sequence[Microbat
         )
 
 
-def shown(sizes: Sizes) -> str:
+def shown(sizes: Sizes, device: torch.device) -> str:
     """What runs, for the table's head."""
     parts = [
         f"tp {sizes.tp} (sequence parallel)" if sizes.tp > 1 else "",
@@ -124,7 +154,8 @@ def shown(sizes: Sizes) -> str:
         f"ep {sizes.ep} ({sizes.ep} replicas)" if sizes.ep > 1 else "",
         f"cp {sizes.cp} (zigzag)" if sizes.cp > 1 else "",
     ]
-    return f"{sizes.world} processes over gloo: {', '.join(filter(None, parts))}"
+    over = "NCCL, a GPU each" if device.type == "cuda" else "gloo"
+    return f"{sizes.world} processes over {over}: {', '.join(filter(None, parts))}"
 
 
 # --- the parent -----------------------------------------------------------------------------------
@@ -140,11 +171,12 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Comparison], float]:
         Refused: a rank refused what it was given; the message is its own.
         RankFailed: a rank raised, died, or did not end in ``args.timeout`` seconds. None is left.
     """
-    world = sizes_of(args).world
+    sizes = sizes_of(args)
+    world, device = sizes.world, device_of(sizes, args)
     deadline = time.monotonic() + args.timeout
     with (
         tempfile.TemporaryDirectory(prefix="packhorse-demo-") as name,
-        _ranks(world, Path(name), args) as ranks,
+        _ranks(world, Path(name), args, device) as ranks,
     ):
         folder = Path(name)
         while any(rank.poll() is None for rank in ranks):
@@ -154,7 +186,10 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Comparison], float]:
                 late = [r for r, rank in enumerate(ranks) if rank.poll() is None]
                 raise RankFailed(
                     f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))} of {world} did"
-                    f" not end in {args.timeout:g} s (--timeout)"
+                    f" not end in {args.timeout:g} s (--timeout)",
+                    _where_they_are(
+                        [ranks[r] for r in late], [folder / f"rank{r}.log" for r in late]
+                    ),
                 )
             time.sleep(0.02)
         if any(rank.poll() != 0 for rank in ranks):
@@ -162,13 +197,23 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Comparison], float]:
         return pickle.loads((folder / "result.pkl").read_bytes())
 
 
-@contextlib.contextmanager
-def _ranks(world: int, folder: Path, args: argparse.Namespace) -> Iterator[list[subprocess.Popen]]:
-    """The processes; ended, whatever happened."""
+def environment_of(device: torch.device) -> dict[str, str]:
+    """Of a rank's process: it finds packhorse, and sees this one's GPUs or none."""
     source = str(Path(__file__).absolute().parents[2])  # the folder that has packhorse
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), source]))
-    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    line = json.dumps(vars(args)) + "\n"
+    environment = {**os.environ, "PYTHONPATH": path}
+    if device.type == "cuda":
+        return _ON_GPUS | environment
+    return environment | {"CUDA_VISIBLE_DEVICES": ""}
+
+
+@contextlib.contextmanager
+def _ranks(
+    world: int, folder: Path, args: argparse.Namespace, device: torch.device
+) -> Iterator[list[subprocess.Popen]]:
+    """The processes; ended, whatever happened."""
+    environment = environment_of(device)
+    line = json.dumps({**vars(args), "device": device.type}) + "\n"
     ranks: list[subprocess.Popen] = []
     try:
         for rank in range(world):
@@ -201,6 +246,16 @@ def _ranks(world: int, folder: Path, args: argparse.Namespace) -> Iterator[list[
 
 def _command(rank: int, world: int, folder: Path) -> list[str]:
     return [sys.executable, "-m", _WORKER, str(rank), str(world), str(folder)]
+
+
+def _where_they_are(ranks: Sequence[subprocess.Popen], logs: Sequence[Path]) -> str:
+    """What ranks that hang are doing, each thread's stack, and what they said before."""
+    for rank in ranks:
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            rank.send_signal(signal.SIGUSR1)
+    time.sleep(_GRACE_S)
+    said = [f"{log.stem}:\n{log.read_text(errors='replace').strip()[-6000:]}\n" for log in logs]
+    return "".join(said)
 
 
 def _explain(ranks: Sequence[subprocess.Popen], folder: Path) -> None:

@@ -4,13 +4,16 @@
 
 Reads the demo's options as a line of JSON, meets the other ranks through a file in FOLDER, and
 leaves there what went wrong, or on rank 0 the figures. Its standard input stays open as long as the
-parent lives: a rank whose parent is gone ends itself.
+parent lives: a rank whose parent is gone ends itself. SIGUSR1 makes it print where its threads are.
 """
 
 import argparse
+import faulthandler
+import gc
 import json
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -28,8 +31,12 @@ from packhorse.replay.demo_ranks import Refused, sizes_of
 from packhorse.replay.megatron import single_process
 from packhorse.replay.packed_attention import PackedAttention
 
+#: device -> of torch.distributed. Rank r's GPU is cuda:r.
+BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+
 
 def serve(rank: int, world: int, folder: Path) -> int:
+    faulthandler.register(signal.SIGUSR1)
     args = argparse.Namespace(**json.loads(sys.stdin.readline()))
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     try:
@@ -48,7 +55,7 @@ def serve(rank: int, world: int, folder: Path) -> int:
         partial.write_text(json.dumps(said))
         partial.rename(folder / f"error{rank}.json")
         sys.stdout.flush()
-        os._exit(1)  # others may be in a collective with this one: no waiting for threads of gloo
+        os._exit(1)  # others may be in a collective with this one: no waiting for its threads
     return 0
 
 
@@ -65,7 +72,9 @@ def run_rank(
     """Every dtype's figures, on rank 0, and the seconds until Megatron was imported."""
     began = time.perf_counter()
     sizes = sizes_of(args)
-    given = demo.prepare(args)
+    if args.device == "cuda":  # before anything is put on "cuda": NCCL, Megatron and layouts ask
+        torch.cuda.set_device(rank)
+    given = demo.prepare(args, in_rank=True)
     threads = 1 if given.config.hidden_size < 1024 else max(1, (os.cpu_count() or 1) // world)
     torch.set_num_threads(threads)
     results = {}
@@ -75,7 +84,7 @@ def run_rank(
             with single_process():
                 whole = demo.load(given, dtype)
             dist.init_process_group(
-                "gloo",
+                BACKENDS[given.device.type],
                 init_method=f"file://{folder}/store-{dtype}",
                 rank=rank,
                 world_size=world,
@@ -85,6 +94,7 @@ def run_rank(
             if result is not None:
                 results[dtype] = result
             dist.barrier()  # a rank that leaves first would close what another still reads
+            gc.collect()  # models in cycles hold groups, which the next dtype makes anew
             dist.destroy_process_group()
     return results, imports
 

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from packhorse.replay import demo, demo_ranks
+from packhorse.replay.demo_model import Sizes
 
 REPOSITORY = Path(__file__).parent.parent.parent
 #: tokens of the longest trajectory of each microbatch of three, and of all nine, of both captures
@@ -74,7 +76,7 @@ def test_every_layout_gives_one_ranks_figures(
     family, options, multiple, said, one_rank, monkeypatch, capsys
 ):
     one_rank, routers = one_rank[family], ROUTERS[family]
-    ran = measure(monkeypatch, "--family", family, *options.split())
+    ran = measure(monkeypatch, "--family", family, "--device", "cpu", *options.split())
     output = capsys.readouterr().out
     assert f"\nranks     {said}\n" in output
     found = ran.results["fp32"]
@@ -84,6 +86,8 @@ def test_every_layout_gives_one_ranks_figures(
             found.differences[variant], expected, rtol=0, atol=1e-5, err_msg=variant
         )
     np.testing.assert_array_equal(found.differing, one_rank.differing)
+    assert found.differing_replayed.shape == found.differing.shape
+    assert not found.differing_replayed.any()
     assert found.recompute_difference <= 1e-5
     assert found.router_gradient == pytest.approx(one_rank.router_gradient, rel=1e-4)
     assert found.unfinished_gradients == ()
@@ -123,6 +127,11 @@ def test_every_layout_gives_one_ranks_figures(
         ("--tp -1", "--tp must be at least 1, got -1"),
         ("--cp 65", "make 65 processes, at most 64 are started"),
         ("--tp 2 --timeout 0", "--timeout must be above 0, got 0.0"),
+        (
+            "--cp 64 --device cuda",
+            "--device cuda needs 64 GPUs, one a rank (--cp 64), found"
+            f" {torch.cuda.device_count()}\n",
+        ),
     ],
 )
 def test_impossible_sizes_are_refused_by_option(options, message, monkeypatch, capsys):
@@ -133,6 +142,63 @@ def test_impossible_sizes_are_refused_by_option(options, message, monkeypatch, c
     assert captured.err.count("\n") == 1
     assert captured.err.startswith("packhorse demo: ")
     assert message in captured.err
+
+
+# --- a GPU each, or none --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "found", "options", "place"),
+    [
+        (None, 0, "", "cpu"),
+        (None, 1, "", "cuda"),
+        (None, 1, "--tp 2", "cpu"),
+        (None, 2, "--tp 2", "cuda"),
+        (None, 3, "--tp 2 --ep 2", "cpu"),
+        ("cuda", 4, "--tp 2 --ep 2", "cuda"),
+        ("cpu", 4, "--tp 2", "cpu"),
+        ("cpu", 0, "", "cpu"),
+        ("cuda", 0, "", "--device cuda needs a GPU, found 0"),
+        ("cuda", 1, "--cp 2", "--device cuda needs 2 GPUs, one a rank (--cp 2), found 1"),
+        ("cuda", 3, "--pp 2 --vpp 2 --ep 2", "needs 4 GPUs, one a rank (--pp 2 --ep 2), found 3"),
+        ("cpu", 2, "", "where one rank sees one, found 2; hide them with CUDA_VISIBLE_DEVICES="),
+    ],
+)
+def test_ranks_are_on_gpus_where_there_are_as_many(asked, found, options, place, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: found > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    args = parser.parse_args([*options.split(), *(["--device", asked] if asked else [])])
+    sizes = demo_ranks.sizes_of(args)
+    if place in ("cpu", "cuda"):
+        assert demo_ranks.device_of(sizes, args) == torch.device(place)
+        return
+    with pytest.raises(ValueError, match=f"{re.escape(place)}$"):
+        demo_ranks.device_of(sizes, args)
+
+
+def test_a_rank_sees_the_gpus_only_where_it_computes_on_one(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    for name in ("NCCL_NVLS_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        monkeypatch.delenv(name, raising=False)
+    assert demo_ranks.environment_of(torch.device("cpu"))["CUDA_VISIBLE_DEVICES"] == ""
+    found = demo_ranks.environment_of(torch.device("cuda"))
+    assert found["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert found["NCCL_NVLS_ENABLE"] == "0"  # multicast is off
+    assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "2")
+    assert demo_ranks.environment_of(torch.device("cuda"))["NCCL_NVLS_ENABLE"] == "2"
+
+
+def test_the_table_says_where_the_ranks_computed():
+    sizes = Sizes(tp=2, pp=2)
+    assert demo_ranks.shown(sizes, torch.device("cuda")) == (
+        "4 processes over NCCL, a GPU each: tp 2 (sequence parallel), pp 2"
+    )
+    assert demo_ranks.shown(sizes, torch.device("cpu")) == (
+        "4 processes over gloo: tp 2 (sequence parallel), pp 2"
+    )
 
 
 # --- ranks that do not end well: exit code 1, nobody is left --------------------------------------
@@ -176,6 +242,26 @@ def test_a_rank_that_dies_ends_the_others(program, message, monkeypatch, tmp_pat
     assert_ended(pids)
 
 
+HANGS = """
+import faulthandler, signal
+faulthandler.register(signal.SIGUSR1)
+
+def wait_for_ever():
+    time.sleep(3600)
+
+wait_for_ever()
+"""
+
+
+def test_a_rank_that_hangs_shows_where(monkeypatch, tmp_path, capsys):
+    pids = start_instead(monkeypatch, tmp_path, ["os._exit(0)", HANGS])
+    assert run("--tp", 2, "--timeout", 3) == 1
+    errors = capsys.readouterr().err
+    assert re.match(r"rank1:\n.*thread .*most recent call first.*\n.* in wait_for_ever\n", errors)
+    assert errors.endswith("packhorse demo: rank 1 of 2 did not end in 3 s (--timeout)\n")
+    assert_ended(pids)
+
+
 def test_ranks_that_hang_are_ended_in_time(monkeypatch, tmp_path, capsys):
     pids = start_instead(monkeypatch, tmp_path, ["time.sleep(3600)", "os._exit(0)"])
     assert run("--tp", 2, "--timeout", 2) == 1
@@ -201,7 +287,7 @@ sys.exit(demo_worker.serve(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 def test_a_rank_that_raises_is_the_one_that_is_named(monkeypatch, tmp_path, capsys):
     """Not its peer, which waits for it in a collective."""
     pids = start_instead(monkeypatch, tmp_path, [FAILS, FAILS])
-    assert run("--tp", 2, "--dtype", "fp32") == 1
+    assert run("--tp", 2, "--dtype", "fp32", "--device", "cpu") == 1
     errors = capsys.readouterr().err
     assert re.search(r"^  File .* in fail$", errors, re.MULTILINE)
     assert errors.endswith("packhorse demo: rank 1 of 2 failed: OSError: a fault on purpose\n")
@@ -219,7 +305,7 @@ demo_worker.serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
 demo_ranks._command = lambda *where: [sys.executable, "-c", program, *map(str, where)]
 parser = argparse.ArgumentParser()
 demo.add_arguments(parser)
-demo.run(parser.parse_args(["--tp", "2"]))
+demo.run(parser.parse_args(["--tp", "2", "--device", "cpu"]))
 """
 
 
