@@ -6,7 +6,8 @@
 # usage: tools/gpu_multi.sh PYTHON [pytest options]
 #
 #   RESULTS=DIR, BENCH_COMMIT=C, STAGE_SECONDS=N   as for tools/gpu.sh; the lines go to
-#   multi_gpu.jsonl, each stage's exit code and seconds to stages.jsonl
+#   multi_gpu.jsonl, the demo's figures to multi_gpu_demo.jsonl, each stage's exit code and seconds
+#   to stages.jsonl
 #
 # NVLink multicast (NVLS) is left off where the machine has it off; it is set off here where nothing
 # says otherwise.
@@ -48,5 +49,7 @@ for count in 2 4 8; do
     stage "multi_gpu on $count" "$python" -m torch.distributed.run --nproc-per-node "$count" \
         benchmarks/multi_gpu.py --json "$results/multi_gpu.jsonl"
 done
+stage "demo over NCCL" env RESULTS="$results" \
+    "$python" -m pytest -q tests/distributed/test_nccl_demo.py "$@"
 stage "replay over NCCL" "$python" -m pytest -q tests/distributed/test_nccl.py "$@"
 exit "$status"
