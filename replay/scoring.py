@@ -30,6 +30,7 @@ from packhorse._nvtx import ranged
 from packhorse.kernels.rows import gather_rows, scatter_rows
 from packhorse.kernels.support import (
     SAMPLED_IMPOSSIBLE,
+    SAMPLED_OUTSIDE,
     SUPPORT_DTYPES,
     SUPPORT_OK,
     check_temperature,
@@ -65,7 +66,7 @@ class MicrobatchScores:
         0  SUPPORT_OK          scored over its support
         1  SUPPORT_MISSING     it has no support: an observation, or a token that was appended
         2  SUPPORT_INVALID     its support has ids, none of them inside the vocabulary
-        3  SAMPLED_OUTSIDE     the sampled id is not in its support
+        3  SAMPLED_OUTSIDE     the sampled id is not in its support, or negative
         4  SAMPLED_IMPOSSIBLE  the sampled id is in its support, and its logit is -inf
         5  SCORED_FULL         scored over the whole vocabulary
 
@@ -164,10 +165,12 @@ def score_microbatch(
         source = HiddenStates(logits, layout, lm_head, temperature, vocab_size)
     # a slot that predicts no response token has no target
     sampled_ids = torch.where(row_ids == MISSING_ROW, _NO_TARGET, sampled_ids)
+    # a negative id, such as a label of -100, would pass for one of probability 1 there
+    over_all = torch.where(sampled_ids < 0, SAMPLED_OUTSIDE, SCORED_FULL).to(torch.uint8)
 
     if support is None:
         logprobs, entropy = _score_rows(source, layout, sampled_ids, row_ids, sum(responses))
-        status = torch.full_like(row_ids, SCORED_FULL, dtype=torch.uint8)
+        status = over_all
         num_ignored = torch.zeros_like(row_ids)
     else:
         scores = source.over_support(support, row_ids, sampled_ids)
@@ -180,7 +183,7 @@ def score_microbatch(
             is_full = full_ids != MISSING_ROW
             logprobs = torch.where(is_full, scored, logprobs)
             entropy = torch.where(is_full, 0.0, entropy)
-            status = status.masked_fill(is_full, SCORED_FULL)
+            status = torch.where(is_full, over_all, status)
             num_ignored = num_ignored.masked_fill(is_full, 0)
 
     # one restore for all: a status and a count of candidates are exact in the logprobs' dtype, and

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from packhorse.kernels.support import SAMPLED_OUTSIDE
 from packhorse.packed.ragged import PackedRagged
 from packhorse.replay.layout import TokenLayout
 from packhorse.replay.scoring import SCORED_FULL, LmHead, _score_rows, score_microbatch
@@ -259,6 +260,32 @@ def test_slots_beside_many_that_are_scored_over_the_vocabulary_add_nothing(held,
     assert logprobs[1] == 0
     assert not hidden.grad[1].any()
     assert weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("over", ["the vocabulary", "the vocabulary, being cut", "its support"])
+@pytest.mark.parametrize("scored_from", ["hidden states", "logits"])
+def test_a_negative_token_is_reported_and_no_token_of_probability_1(scored_from, over, device):
+    case = HeadCase("thd", device)
+    place = 1, LENGTHS[1] - RESPONSES[1]
+    case.tokens[1][place[1]] = -100  # as a label of a token without loss
+    given = {"layout": case.layout, "token_ids": case.token_ids}
+    if scored_from == "hidden states":
+        given |= {"logits": case.hidden, "lm_head": case.head()}
+    else:
+        given |= {"logits": case.logits.to(device)}
+    if over == "the vocabulary":
+        scores = score_microbatch(**given, response_lengths=RESPONSES)
+    else:
+        cut = case.masks(place) if "cut" in over else None
+        scores = score_microbatch(**given, support=case.packed_support, cut=cut)
+    row = RESPONSES[0]
+    assert (scores.status.values == SAMPLED_OUTSIDE).nonzero().tolist() == [[row]]
+    assert scores.logprobs.values[row] == 0
+    assert int(scores.valid.sum()) == sum(RESPONSES) - 1
+    if scored_from == "hidden states":
+        full = [place] if "cut" in over else ()
+        expected = score_loop(case, 1.0, full, support=over != "the vocabulary")
+        case.assert_scores(scores, expected, 1e-11)
 
 
 def test_policy_and_reference_score_by_the_same_call(device):
