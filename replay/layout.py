@@ -456,9 +456,13 @@ class TokenLayout:
 
     @cached_property
     def _dense_tables(self) -> tuple[Tensor, Tensor]:
-        """``offsets`` and ``columns`` of ``align_tokens`` on the device, copied once."""
+        """``offsets`` and ``columns`` of ``align_tokens`` on the device, copied once.
+
+        Ordinary tensors, whoever asks first: a backward may keep none of inference mode's.
+        """
         columns = np.stack((self._columns, self._lengths))
-        offsets, columns_there = to_device((self._host_offsets, columns), self.device)
+        with torch.inference_mode(False):
+            offsets, columns_there = to_device((self._host_offsets, columns), self.device)
         return offsets, columns_there
 
     @cached_property

@@ -302,6 +302,28 @@ def test_policy_and_reference_score_by_the_same_call(device):
         assert not other.logprobs.requires_grad
 
 
+@pytest.mark.parametrize("tokens", ["packed", "dense"])
+def test_an_old_policy_scored_in_inference_mode_leaves_the_layout_to_the_policy(tokens, device):
+    case = HeadCase("thd", device)
+    token_ids = case.token_ids
+    if tokens == "dense":
+        token_ids = torch.zeros(len(LENGTHS), case.layout.batch_width, dtype=torch.int64)
+        for row, column, ids in zip(token_ids, case.layout.first_columns, case.tokens, strict=True):
+            row[column : column + len(ids)] = torch.from_numpy(ids)
+        token_ids = token_ids.to(device)
+
+    def scores():
+        return score_microbatch(
+            case.hidden, case.layout, token_ids, case.packed_support, lm_head=case.head()
+        )
+
+    with torch.inference_mode():
+        old = scores().logprobs.values
+    policy = scores()
+    assert torch.equal(policy.logprobs.values, old)
+    case.assert_scores(policy, score_loop(case, 1.0), 1e-11)
+
+
 def test_a_microbatch_without_responses_scores_nothing(device):
     case = HeadCase("thd", device)
     layout = TokenLayout.build(LENGTHS, tp_size=4, device=device)
