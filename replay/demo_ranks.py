@@ -254,7 +254,7 @@ def _where_they_are(ranks: Sequence[subprocess.Popen], logs: Sequence[Path]) -> 
         with contextlib.suppress(OSError):  # it ended meanwhile
             rank.send_signal(signal.SIGUSR1)
     time.sleep(_GRACE_S)
-    said = [f"{log.stem}:\n{log.read_text(errors='replace').strip()[-6000:]}\n" for log in logs]
+    said = [f"{log.stem}:\n{log.read_text(errors='replace').strip()[-20_000:]}\n" for log in logs]
     return "".join(said)
 
 

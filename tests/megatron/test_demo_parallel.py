@@ -243,29 +243,49 @@ def test_a_rank_that_dies_ends_the_others(program, message, monkeypatch, tmp_pat
 
 
 HANGS = """
-import faulthandler, signal
-faulthandler.register(signal.SIGUSR1)
+import sys, time
+from pathlib import Path
+from packhorse.replay import demo_worker
 
-def wait_for_ever():
+def wait_for_ever(*_):
+    Path(sys.argv[1]).touch()
     time.sleep(3600)
 
-wait_for_ever()
+demo_worker.run_rank = wait_for_ever
+demo_worker.serve(0, 2, None)
 """
 
 
-def test_a_rank_that_hangs_shows_where(monkeypatch, tmp_path, capsys):
-    pids = start_instead(monkeypatch, tmp_path, ["os._exit(0)", HANGS])
-    assert run("--tp", 2, "--timeout", 3) == 1
-    errors = capsys.readouterr().err
-    assert re.match(r"rank1:\n.*thread .*most recent call first.*\n.* in wait_for_ever\n", errors)
-    assert errors.endswith("packhorse demo: rank 1 of 2 did not end in 3 s (--timeout)\n")
-    assert_ended(pids)
+def test_a_rank_that_hangs_shows_where(tmp_path):
+    ready, log = tmp_path / "ready", tmp_path / "rank0.log"
+    with open(log, "wb") as output:
+        rank = subprocess.Popen(
+            [sys.executable, "-c", HANGS, str(ready)],
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            text=True,
+        )
+    assert rank.stdin is not None
+    try:
+        rank.stdin.write("{}\n")
+        rank.stdin.flush()
+        wait_until(ready.exists, 300)
+        said = demo_ranks._where_they_are([rank], [log])
+    finally:
+        rank.kill()
+        rank.wait()
+        rank.stdin.close()
+    assert said.startswith("rank0:\n")
+    assert re.search(r"^  File .* in wait_for_ever$", said, re.MULTILINE)
 
 
 def test_ranks_that_hang_are_ended_in_time(monkeypatch, tmp_path, capsys):
     pids = start_instead(monkeypatch, tmp_path, ["time.sleep(3600)", "os._exit(0)"])
     assert run("--tp", 2, "--timeout", 2) == 1
     errors = capsys.readouterr().err
+    assert errors.startswith("rank0:\n")
     assert errors.endswith("packhorse demo: rank 0 of 2 did not end in 2 s (--timeout)\n")
     assert_ended(pids)
 
