@@ -302,6 +302,23 @@ def test_policy_and_reference_score_by_the_same_call(device):
         assert not other.logprobs.requires_grad
 
 
+@pytest.mark.parametrize("support", [True, False], ids=["support", "vocabulary"])
+def test_nan_at_a_scored_token_that_the_loss_masks_is_selected_away_and_shows_in_gradients(
+    support, device
+):
+    case = HeadCase("thd", device)
+    with torch.no_grad():
+        case.hidden[case.place(1, LENGTHS[1] - RESPONSES[1] - 1)] = float("nan")
+    over = {"support": case.packed_support} if support else {"response_lengths": RESPONSES}
+    scores = score_microbatch(case.hidden, case.layout, case.token_ids, lm_head=case.head(), **over)
+    mask = torch.arange(sum(RESPONSES), device=device) != RESPONSES[0]
+    assert scores.logprobs.values.isnan().tolist() == (~mask).tolist()
+    loss = torch.where(mask, scores.logprobs.values, 0.0).sum()
+    assert loss.isfinite()
+    loss.backward()
+    assert case.weight.grad.isnan().any()
+
+
 @pytest.mark.parametrize("tokens", ["packed", "dense"])
 def test_an_old_policy_scored_in_inference_mode_leaves_the_layout_to_the_policy(tokens, device):
     case = HeadCase("thd", device)
