@@ -5,10 +5,11 @@
     entropy[t]  = -sum_v p_v log p_v                               p = softmax of z[t]
 
 What a trainer without sampling supports calls, and what appended tokens fall back to. Logits exist
-for a tile of tokens and rows of the weight at a time, forward and again in the backward; a row of
-the weight gets its whole gradient in one tile's turn, so that it is rounded once. Products are
-added in float32, float64 for float64 weights; on a GPU the gradients of bfloat16 logits are rounded
-to bfloat16 before their products, as those of a plain LM head are. Two runs agree bit for bit.
+for a tile of tokens and rows of the weight at a time, forward and again in the backward; between
+the matrix products a tile is read once (``vocabulary_tiles.py``). A row of the weight gets its
+whole gradient in one tile's turn, so that it is rounded once. Products are added in float32,
+float64 for float64 weights; on a GPU the gradients of bfloat16 logits are rounded to bfloat16
+before their products, as those of a plain LM head are. Two runs agree bit for bit.
 
 Over a vocabulary that is sharded each rank takes its own rows; one MAX all-reduce of [T] and one
 SUM all-reduce of [3, T] join them, of a fixed shape, on shards without a row that counts too.
@@ -30,15 +31,21 @@ from torch.autograd.function import once_differentiable
 from packhorse._nvtx import ranged
 from packhorse.kernels.lm_head_checks import Head, check_head, unit_rows
 from packhorse.kernels.support import wants_gradients
+from packhorse.kernels.vocabulary_tiles import (
+    grad_vocabulary_tile,
+    shift_sums,
+    sum_vocabulary_tile,
+)
 
 _NAME: Final = "full_vocabulary_logprobs"
 
-#: A tile: so many tokens, and so many of their logits. A few float32 buffers of it exist at once.
+#: A tile: so many tokens, and so many of their logits. On a GPU one float32 buffer of it exists at
+#: a time, in the backward beside one of the gradients' dtype; on a CPU a few.
 _TOKENS_AT_ONCE: Final = 1 << 13
 _LOGITS_AT_ONCE: Final = 1 << 24
+#: A tile has a multiple of so many ids: its rows are read 16 bytes at a time.
+_ALIGNED_IDS: Final = 256
 _INF: Final = float("inf")
-#: exp of it is 0 in every dtype: what lies below has no probability, and 0 * -inf would be NaN
-_LEAST: Final = -1e4
 
 
 class VocabularyScores(NamedTuple):
@@ -69,46 +76,11 @@ def _tiles(num_tokens: int, num_ids: int) -> Iterator[tuple[slice, list[slice]]]
     """Rows of the weight, and for each run of them the tokens in turn."""
     tokens = max(min(num_tokens, _TOKENS_AT_ONCE), 1)
     ids = max(_LOGITS_AT_ONCE // tokens, 1)
+    if ids > _ALIGNED_IDS:
+        ids -= ids % _ALIGNED_IDS
     of_tokens = [slice(t, min(t + tokens, num_tokens)) for t in range(0, num_tokens, tokens)]
     for first in range(0, num_ids, ids):
         yield slice(first, min(first + ids, num_ids)), of_tokens
-
-
-class _Tile(NamedTuple):
-    z: Tensor  # [t, v], divided by the temperature
-    slope: Tensor | None  # [t, v] of the soft cap
-    sampled: Tensor  # [t, 1] bool: the sampled id is one of the tile's
-    column: Tensor  # [t, 1] int64: which, or 0
-
-
-def _tile(
-    hidden: Tensor,  # [t, H]
-    weight: Tensor,  # [v, H]
-    bias: Tensor | None,  # [v]
-    sampled_ids: Tensor,  # [t]
-    temperatures: Tensor | None,  # [t]
-    head: Head,
-    first_id: int,
-    *,
-    with_slope: bool = False,
-) -> _Tile:
-    z = _product(hidden, weight.T)
-    if bias is not None:
-        z += bias
-    slope = None
-    if head.softcap is not None:
-        z = torch.tanh(z / head.softcap)
-        slope = 1 - z.square() if with_slope else None
-        z *= head.softcap
-    z /= head.temperature if temperatures is None else temperatures[:, None]
-    column = sampled_ids - first_id
-    sampled = (column >= 0) & (column < weight.shape[0]) & (sampled_ids < head.vocab_size)
-    return _Tile(z, slope, sampled[:, None], torch.where(sampled, column, 0)[:, None])
-
-
-def _finite(shift: Tensor) -> Tensor:
-    """A maximum of -inf (no logit yet, or none that is possible) shifts nothing."""
-    return torch.where(shift == -_INF, 0.0, shift)
 
 
 # --- forward, backward ----------------------------------------------------------------------------
@@ -124,44 +96,32 @@ def _score(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns logprobs [T], entropy [T], and for the backward log sum_v exp z [T]."""
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    top = hidden.new_full(hidden.shape[:1], -_INF, dtype=wide)
-    # of exp(z - top): its sum, its sum times z - top; of the sampled id z, and how often it is here
-    total, spread, chosen = (torch.zeros_like(top) for _ in range(3))
+    sums = hidden.new_zeros((4, hidden.shape[0]), dtype=wide)
+    sums[0].fill_(-_INF)
+    temperature, temperatures = head.operand(temperatures, sums[0])
     for ids, of_tokens in _tiles(hidden.shape[0], _num_ids(weight, head)):
         rows, biases = weight[ids], None if bias is None else bias[ids]
         for t in of_tokens:
-            scale = None if temperatures is None else temperatures[t]
-            tile = _tile(
-                hidden[t], rows, biases, sampled_ids[t], scale, head, head.vocab_start + ids.start
-            )
-            peak = torch.maximum(top[t], tile.z.amax(1))
-            # -inf - -inf would be NaN; +inf and NaN are a fault of the model, and stay one
-            moved = _finite(top[t]) - _finite(peak)
-            moved = torch.where(total[t] == 0, 0.0, moved)
-            shrunk = moved.exp()
-            spread[t] = (spread[t] + moved * total[t]) * shrunk
-            total[t] *= shrunk
-            chosen[t] += torch.where(tile.sampled, tile.z.gather(1, tile.column), 0.0).squeeze(1)
-            z = tile.z.sub_(_finite(peak)[:, None])
-            weights = z.exp()
-            total[t] += weights.sum(1)
-            spread[t] += weights.mul_(z.clamp_(min=_LEAST)).sum(1)
-            top[t] = peak
+            sum_vocabulary_tile(
+                _product(hidden[t], rows.T), sums[:, t], sampled_ids[t],
+                head.vocab_start + ids.start, biases, head.softcap, temperature,
+                None if temperatures is None else temperatures[t],
+            )  # fmt: skip
+    top, total, spread, chosen = sums.unbind(0)
     if head.group is not None:
         peak = top.clone()
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=head.group)
-        moved = torch.where(total == 0, 0.0, _finite(top) - _finite(peak))
-        shrunk = moved.exp()
-        sums = torch.stack([total * shrunk, (spread + moved * total) * shrunk, chosen])
-        dist.all_reduce(sums, group=head.group)
-        (total, spread, chosen), top = sums.unbind(0), peak
+        joined = torch.stack([*shift_sums(top, total, spread, peak), chosen])
+        dist.all_reduce(joined, group=head.group)
+        (total, spread, chosen), top = joined.unbind(0), peak
     log_total = total.log()
-    logprobs = chosen - _finite(top) - log_total
+    shift = torch.where(top == -_INF, 0.0, top)
+    logprobs = chosen - shift - log_total
     logprobs = torch.where(sampled_ids < head.vocab_size, logprobs, float("nan"))
     entropy = log_total - spread / total
     has_target = sampled_ids >= 0
     logprobs, entropy = (torch.where(has_target, x, 0.0) for x in (logprobs, entropy))
-    return logprobs, entropy, _finite(top) + log_total
+    return logprobs, entropy, shift + log_total
 
 
 class _FullVocabularyLogprobs(torch.autograd.Function):
@@ -191,27 +151,24 @@ class _FullVocabularyLogprobs(torch.autograd.Function):
             out, grad_weight = head.weight_gradient(weight)
         if wants_bias:
             grad_bias = torch.zeros_like(bias, dtype=g.dtype)
+        is_narrow = hidden.is_cuda and hidden.dtype == torch.bfloat16
+        dtype = torch.bfloat16 if is_narrow else g.dtype
+        temperature, temperatures = head.operand(temperatures, g)
         for ids, of_tokens in _tiles(hidden.shape[0], _num_ids(weight, head)):
             rows, biases = weight[ids], None if bias is None else bias[ids]
             sums = None
             for t in of_tokens:
-                scale = None if temperatures is None else temperatures[t]
-                first_id = head.vocab_start + ids.start
-                tile = _tile(
-                    hidden[t], rows, biases, sampled_ids[t], scale, head, first_id, with_slope=True
-                )
-                grads = _grad_logits(tile, g[t], e[t], entropy[t], log_sum[t], has_target[t])
-                grads /= head.temperature if scale is None else scale[:, None]
-                if tile.slope is not None:
-                    grads *= tile.slope
+                grads = grad_vocabulary_tile(
+                    _product(hidden[t], rows.T), sampled_ids[t], g[t], e[t], entropy[t], log_sum[t],
+                    head.vocab_start + ids.start, dtype, biases, head.softcap, temperature,
+                    None if temperatures is None else temperatures[t],
+                )  # fmt: skip
                 if grad_bias is not None:
-                    grad_bias[ids] += grads.sum(0)
-                if hidden.is_cuda and hidden.dtype == torch.bfloat16:
-                    grads = grads.to(torch.bfloat16)
+                    grad_bias[ids] += grads.sum(0, dtype=g.dtype)
                 if grad_hidden is not None:
-                    grad_hidden[t] += _product(grads, rows.to(grads.dtype))
+                    grad_hidden[t] += _product(grads, rows.to(dtype))
                 if out is not None:
-                    product = _product(grads.T, hidden[t].to(grads.dtype))
+                    product = _product(grads.T, hidden[t].to(dtype))
                     sums = product if sums is None else sums.add_(product)
             if out is not None and sums is not None:
                 out[ids] += sums.to(out.dtype)
@@ -220,19 +177,6 @@ class _FullVocabularyLogprobs(torch.autograd.Function):
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None
-
-
-def _grad_logits(
-    tile: _Tile, g: Tensor, e: Tensor, entropy: Tensor, log_sum: Tensor, has_target: Tensor
-) -> Tensor:
-    """[t, v] gradient of z: g (1[v = s] - p) - e p (log p + entropy); 0 without a target."""
-    log_p = tile.z.sub_(log_sum[:, None])
-    p = log_p.exp()
-    grads = log_p.clamp_(min=_LEAST).add_(entropy[:, None]).mul_(e[:, None]).add_(g[:, None])
-    grads.mul_(p).neg_()
-    added = torch.where(tile.sampled, g[:, None], 0.0)
-    grads.scatter_(1, tile.column, grads.gather(1, tile.column) + added)
-    return grads.masked_fill_(~has_target[:, None], 0.0)
 
 
 # --- public API -----------------------------------------------------------------------------------

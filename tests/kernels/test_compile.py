@@ -29,6 +29,7 @@ from packhorse.kernels import (
     support_rows,
     tables,
     validate,
+    vocabulary_tiles,
 )
 from tests.tools.aot import AMD_TARGETS, TARGETS, Report, amd_spills, compile_only, report
 
@@ -214,6 +215,26 @@ def float64_weight(kernel: str) -> Launch:
     return Launch(kernel, run, 128, (64, 0.6), (64, 1.0))
 
 
+def vocabulary_tile(
+    kernel: str, num_tokens: int, width: int, registers: int, loads: tuple[int, float],
+    stores: tuple[int, float], *, dtype: torch.dtype = torch.bfloat16, capped: bool = False,
+) -> Launch:  # fmt: skip
+    """Sums and gradients of a tile; a row of few is read in parts. ``capped``: every option."""
+
+    def run() -> None:
+        products = meta(num_tokens, width, dtype=torch.float32)
+        sums, sampled = meta(4, num_tokens, dtype=torch.float32), meta(num_tokens, dtype=i64)
+        row, options = sums[0], (None, None, 1.0)
+        if capped:
+            options = (meta(width, dtype=torch.bfloat16), 30.0, 1.0, row)
+        vocabulary_tiles._sum_vocabulary_tile_cuda(products, sums, sampled, 0, *options)
+        vocabulary_tiles._grad_vocabulary_tile_cuda(
+            products, sampled, row, row, row, row, 0, dtype, *options
+        )
+
+    return Launch(f"_{kernel}_kernel", run, registers, loads, stores)
+
+
 def gather_routes(
     captured: tuple[int, int],
     dtype: torch.dtype,
@@ -299,6 +320,43 @@ LAUNCHES = {
     ),
     "LM head of 512, weight, ragged": lm_head(
         "_grad_weight_kernel", 512, (128, 0.5), (128, 1.0), ragged=True
+    ),
+    # beside the tile a program loads what its row is scored by
+    "sums of a tile": vocabulary_tile(
+        "sum_vocabulary_tile", TOKENS, 2048, 48, (128, 0.6), (32, 1.0)
+    ),
+    "sums of a tile, capped": vocabulary_tile(
+        "sum_vocabulary_tile", TOKENS, 2048, 64, (64, 0.7), (32, 1.0), capped=True
+    ),
+    "sums of a narrow tile": vocabulary_tile(
+        "sum_vocabulary_tile", TOKENS, 1024, 48, (128, 0.5), (32, 1.0)
+    ),
+    "sums of an odd tile": vocabulary_tile(
+        "sum_vocabulary_tile", TOKENS, 2047, 64, (16, 1.0), (32, 1.0), capped=True
+    ),
+    "sums of parts of rows": vocabulary_tile(
+        "sum_vocabulary_tile", 32, 151_936, 48, (128, 1.0), (32, 1.0)
+    ),
+    "sums of parts of rows, capped": vocabulary_tile(
+        "sum_vocabulary_tile", 32, 151_936, 64, (64, 0.9), (32, 1.0), capped=True
+    ),
+    "sums of parts, joined": vocabulary_tile(
+        "join_vocabulary_parts", 32, 151_936, 48, (32, 1.0), (32, 1.0)
+    ),
+    "sums of parts, joined, capped": vocabulary_tile(
+        "join_vocabulary_parts", 32, 151_936, 48, (16, 1.0), (32, 1.0), capped=True
+    ),
+    "gradients of a tile": vocabulary_tile(
+        "grad_vocabulary_tile", TOKENS, 2048, 48, (128, 0.7), (64, 1.0)
+    ),
+    "gradients of a tile, float32": vocabulary_tile(
+        "grad_vocabulary_tile", TOKENS, 2048, 48, (128, 0.7), (128, 1.0), dtype=torch.float32
+    ),
+    "gradients of a tile, capped": vocabulary_tile(
+        "grad_vocabulary_tile", TOKENS, 2048, 80, (64, 0.8), (64, 1.0), capped=True
+    ),
+    "gradients of an odd tile": vocabulary_tile(
+        "grad_vocabulary_tile", TOKENS, 2047, 96, (16, 1.0), (16, 1.0), capped=True
     ),
     "dummies of 8": dummies(8, i32, spread=False),
     "dummies of 8 uint8": dummies(8, u8, spread=False, bits=64),

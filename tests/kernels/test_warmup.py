@@ -70,6 +70,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 #: kernels of operators that no training step calls by itself
 #: compiled by their first call: they depend on the model's LM head, not on routes and layouts
 LM_HEAD = {
+    "_sum_vocabulary_tile_kernel", "_join_vocabulary_parts_kernel", "_grad_vocabulary_tile_kernel",
     "_project_members_kernel", "_grad_hidden_kernel", "_grad_weight_kernel",
     "_join_weight_parts_kernel", "_order_support_kernel", "_score_members_kernel",
     "_grad_members_kernel",
