@@ -21,6 +21,7 @@ Sizes: T tokens, H hidden size, V vocabulary rows of this rank.
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -67,15 +68,48 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()
 
 
+@cache
+def _adds_wide_products() -> bool:
+    """Whether ``addmm`` adds products of bfloat16 to float32 in place: some releases refuse to."""
+    if not hasattr(torch.ops.aten.addmm, "dtype_out"):
+        return False
+    x = torch.zeros(8, 8, device="cuda")
+    narrow = x.bfloat16()
+    try:
+        torch.ops.aten.addmm.dtype_out(x, narrow, narrow, torch.float32, out=x)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _adds_in_place(out: Tensor, dtype: torch.dtype) -> bool:
+    """Whether products of ``dtype`` are added to ``out`` by the matrix product itself."""
+    if out.dtype == dtype:
+        return dtype in (torch.float32, torch.float64)
+    is_wide = out.is_cuda and (out.dtype, dtype) == (torch.float32, torch.bfloat16)
+    return is_wide and not torch.compiler.is_compiling() and _adds_wide_products()
+
+
+def _add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """``out += left @ right`` of float32 (float64), without a buffer for the product if it can."""
+    if not _adds_in_place(out, left.dtype):
+        out += _product(left, right)
+    elif out.dtype == left.dtype:
+        out.addmm_(left, right)
+    else:
+        torch.ops.aten.addmm.dtype_out(out, left, right, out.dtype, out=out)
+
+
 def _num_ids(weight: Tensor, head: Head) -> int:
     """Rows of this shard that are ids of the vocabulary; those after them are pads."""
     return max(min(weight.shape[0], head.vocab_size - head.vocab_start), 0)
 
 
-def _tiles(num_tokens: int, num_ids: int) -> Iterator[tuple[slice, list[slice]]]:
-    """Rows of the weight, and for each run of them the tokens in turn."""
+def _tiles(num_tokens: int, num_ids: int, row_size: int = 1) -> Iterator[tuple[slice, list[slice]]]:
+    """Rows of the weight, and for each run of them the tokens in turn; ``row_size`` elements of
+    each row take no more memory than the logits."""
     tokens = max(min(num_tokens, _TOKENS_AT_ONCE), 1)
-    ids = max(_LOGITS_AT_ONCE // tokens, 1)
+    ids = max(_LOGITS_AT_ONCE // max(tokens, row_size), 1)
     if ids > _ALIGNED_IDS:
         ids -= ids % _ALIGNED_IDS
     of_tokens = [slice(t, min(t + tokens, num_tokens)) for t in range(0, num_tokens, tokens)]
@@ -154,7 +188,9 @@ class _FullVocabularyLogprobs(torch.autograd.Function):
         is_narrow = hidden.is_cuda and hidden.dtype == torch.bfloat16
         dtype = torch.bfloat16 if is_narrow else g.dtype
         temperature, temperatures = head.operand(temperatures, g)
-        for ids, of_tokens in _tiles(hidden.shape[0], _num_ids(weight, head)):
+        in_place = out is not None and _adds_in_place(out, dtype)
+        row_size = 1 if out is None or in_place else weight.shape[1]
+        for ids, of_tokens in _tiles(hidden.shape[0], _num_ids(weight, head), row_size):
             rows, biases = weight[ids], None if bias is None else bias[ids]
             sums = None
             for t in of_tokens:
@@ -166,10 +202,14 @@ class _FullVocabularyLogprobs(torch.autograd.Function):
                 if grad_bias is not None:
                     grad_bias[ids] += grads.sum(0, dtype=g.dtype)
                 if grad_hidden is not None:
-                    grad_hidden[t] += _product(grads, rows.to(dtype))
-                if out is not None:
-                    product = _product(grads.T, hidden[t].to(dtype))
-                    sums = product if sums is None else sums.add_(product)
+                    _add_product(grad_hidden[t], grads, rows.to(dtype))
+                if out is not None and in_place:
+                    _add_product(out[ids], grads.T, hidden[t].to(dtype))
+                elif out is not None and sums is not None:
+                    _add_product(sums, grads.T, hidden[t].to(dtype))
+                elif out is not None:
+                    sums = _product(grads.T, hidden[t].to(dtype))
+                del grads  # the next tile takes its memory, which the L2 cache still holds
             if out is not None and sums is not None:
                 out[ids] += sums.to(out.dtype)
         if grad_hidden is not None:
@@ -211,8 +251,9 @@ def full_vocabulary_logprobs(
     Returns:
         ``VocabularyScores``: logprobs and entropy [T] float32 (float64), differentiable once in
         hidden, weight and bias. Both are 0 without a gradient where the sampled id is negative; a
-        logprob is NaN where it is the vocabulary's size or more, -inf where its logit is. A few
-        buffers of 2**24 float32 logits exist at a time, one more of [T, H] float32 in the backward.
+        logprob is NaN where it is the vocabulary's size or more, -inf where its logit is. One
+        buffer of 2**24 float32 logits exists at a time on a GPU, a few on a CPU; in the backward at
+        most two more of that size, and some of [T, H].
 
     Raises:
         TypeError, ValueError: as ``lm_head_support_logprobs``.

@@ -413,6 +413,45 @@ def test_scores_from_hidden_states_are_those_of_all_logits(device, monkeypatch):
         torch.testing.assert_close(a.grad.double(), b.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("num_tokens", [8, 3000])
+@pytest.mark.parametrize("with_main_grad", [True, False])
+def test_memory_is_that_of_a_few_tiles(with_main_grad, num_tokens, cuda):
+    """Few tokens too, whose gradient of the weight would be a buffer as large as the weight."""
+    hidden = torch.randn(num_tokens, 2048, device=cuda, dtype=BF16, requires_grad=True)
+    weight = torch.randn(100_000, 2048, device=cuda, dtype=BF16, requires_grad=True)
+    main_grad = torch.zeros(weight.shape, device=cuda) if with_main_grad else None
+    sampled = torch.arange(num_tokens, device=cuda)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    full_vocabulary_logprobs(hidden, weight, sampled, main_grad=main_grad).logprobs.sum().backward()
+    torch.cuda.synchronize()
+    taken = torch.cuda.max_memory_allocated() - before
+    dense = 0 if with_main_grad else 2 * weight.numel()
+    assert taken <= dense + 4 * 4 * lm_head_full._LOGITS_AT_ONCE + 12 * hidden.numel()
+
+
+def test_bfloat16_products_are_added_to_float32_gradients(cuda):
+    """Over several tiles of ids and of tokens."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(700, 64, generator=generator).to(cuda, BF16).requires_grad_()
+    weight = torch.randn(3000, 64, generator=generator).to(cuda, BF16).requires_grad_()
+    sampled = torch.randint(3000, (700,), generator=generator).to(cuda)
+    main_grad = torch.randn(3000, 64, generator=generator).to(cuda)
+    inputs = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    exact = (inputs[0] @ inputs[1].T).log_softmax(1).gather(1, sampled[:, None])
+    exact.sum().backward()
+    wanted = main_grad.double() + inputs[1].grad
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lm_head_full, "_TOKENS_AT_ONCE", 300)
+        patch.setattr(lm_head_full, "_LOGITS_AT_ONCE", 300 * 512)
+        scores = full_vocabulary_logprobs(hidden, weight, sampled, main_grad=main_grad)
+        scores.logprobs.sum().backward()
+    # a gradient of a logit is rounded to 8 bits; a column adds 700 of them
+    torch.testing.assert_close(main_grad.double(), wanted, rtol=0, atol=2e-2)
+    torch.testing.assert_close(hidden.grad.double(), inputs[0].grad, rtol=1e-2, atol=2e-2)
+
+
 # --- sizes of a model -----------------------------------------------------------------------------
 
 
