@@ -25,7 +25,7 @@ from harness import DRY, Case, Cases, Setting, environment
 from lm_head_scoring import draw_ids
 from torch import Tensor
 
-from packhorse import gather_routes, lm_head_support_logprobs
+from packhorse import full_vocabulary_logprobs, gather_routes, lm_head_support_logprobs
 
 #: (script, case) of the benchmarks
 PROFILED = (
@@ -84,6 +84,7 @@ def cases(setting: Setting) -> Cases:
         **found,
         "routes: 32 of 2k-8k, 26x6 uint8 -> int32": six_experts(setting),
         "scoring: 8k x 2048, V 151,936, C 20, forward and backward": scoring(setting),
+        "scoring: 512 x 2048, all of V 151,936, forward and backward": vocabulary(setting),
     }
 
 
@@ -133,6 +134,33 @@ def scoring(setting: Setting) -> Callable[[], Case]:
         return Case(
             tokens=num_tokens,
             bytes_moved=distinct * row_bytes + num_tokens * hidden_size * 2 * 3,
+            providers={"packhorse": ours},
+            expected=ours,
+        )
+
+    return build
+
+
+def vocabulary(setting: Setting) -> Callable[[], Case]:
+    """Scores over the vocabulary, with both gradients, of so few tokens that rows come in parts."""
+
+    def build() -> Case:
+        num_tokens, hidden_size, vocab = setting.size(512), 2048, setting.size(151936)
+        device, dtype = setting.device, torch.bfloat16
+        hidden = torch.randn(num_tokens, hidden_size, device=device).to(dtype).requires_grad_()
+        weight = torch.randn(vocab, hidden_size, device=device).to(dtype).requires_grad_()
+        sampled = torch.arange(num_tokens, device=device) % vocab
+        main_grad = torch.zeros(weight.shape, device=device)
+
+        def ours(_: int) -> tuple[Tensor, ...]:
+            scores = full_vocabulary_logprobs(hidden, weight, sampled, main_grad=main_grad)
+            return torch.autograd.grad(scores.logprobs.sum(), hidden)
+
+        # the weight in both passes, its gradient read and written; hidden states
+        row_bytes = hidden_size * (2 * 2 + 2 * 4)
+        return Case(
+            tokens=num_tokens,
+            bytes_moved=vocab * row_bytes + num_tokens * hidden_size * 2 * 3,
             providers={"packhorse": ours},
             expected=ours,
         )
