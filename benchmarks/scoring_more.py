@@ -8,7 +8,7 @@ width; what a GPU must read at least compares scoring from logits: a sector of 3
     ragged      64k tokens, widths log-normal with median 2 and mean 8 (99 % up to some 90), ids
                 drawn from Zipf's law, beside 20 ids a row at as many members in all
     vocabulary  all logits in torch, their log-softmax, its backward, beside tiles of them
-    logits      support_logprobs, forward and backward
+    logits      support_logprobs, forward and backward, beside reading the members and no more
 
 Ragged scoring uploads which rows are of a like width, so it is timed as it is called, not in a
 graph; ``_gpu_ms`` is the time of its kernels alone, by torch's profiler.
@@ -24,6 +24,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 from bench_support import row_widths
 from harness import environment
 from lm_head_scoring import captured, draw_ids, milliseconds, peak_bytes
@@ -177,6 +179,35 @@ def vocabulary(sizes: Sizes) -> list[dict[str, Any]]:
     return lines
 
 
+@triton.jit
+def _read_members_kernel(
+    logits_ptr, ids_ptr, out_ptr, num_cells, width, vocab, BLOCK: tl.constexpr
+):
+    """What any scoring from logits has to do at least: each member's logit, once."""
+    cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.load(ids_ptr + cell, mask=cell < num_cells, other=0)
+    place = (cell // width).to(tl.int64) * vocab + column
+    member = tl.load(logits_ptr + place, mask=cell < num_cells, other=0.0)
+    tl.store(out_ptr + cell, member.to(tl.float32), mask=cell < num_cells)
+
+
+def bare_reads(logits: Tensor, ids: Tensor) -> float:
+    """Milliseconds of reading the members, in a CUDA graph as ours."""
+    out = torch.empty(ids.shape, device=ids.device)
+
+    def read() -> Tensor:
+        grid = (-(-ids.numel() // 256),)
+        _read_members_kernel[grid](
+            logits, ids, out, ids.numel(), *ids.shape[1:], logits.shape[1], 256
+        )
+        return out
+
+    read()
+    if not torch.equal(out, logits.detach().gather(1, ids.long()).float()):
+        raise ValueError("the bare reads are wrong")
+    return milliseconds(captured(read), 15)
+
+
 def from_logits(sizes: Sizes) -> list[dict[str, Any]]:
     lines = []
     for width in (20, 64):
@@ -192,6 +223,8 @@ def from_logits(sizes: Sizes) -> list[dict[str, Any]]:
 
         line = {"case": f"logits, C {width}", "tokens": num_tokens}
         line["sector_bytes"] = num_tokens * width * SECTOR
+        if not sizes.dry:
+            line["bare_reads_ms"] = bare_reads(logits, ids)
         lines.append(line | passes(sizes, score, (logits,), graph=True))
         del logits
     return lines

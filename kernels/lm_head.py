@@ -25,8 +25,8 @@ from torch.autograd.function import once_differentiable
 from packhorse._nvtx import ranged
 from packhorse.kernels.lm_head_checks import Head, check_head, unit_rows
 from packhorse.kernels.lm_head_members import (
-    add_weight_gradient,
     grad_hidden_of_members,
+    pair_rows,
     project_members,
 )
 from packhorse.kernels.members import grad_members, order_support, score_members, sum_parts
@@ -77,25 +77,30 @@ class _LmHeadSupportLogprobs(torch.autograd.Function):
         hidden, weight, sampled_ids, temperatures, entropy, *kept = ctx.saved_tensors
         columns, member_logprobs, *capped = kept
         head: Head = ctx.head
-        grads = grad_members(
-            grad_logprobs, grad_entropy, columns, member_logprobs, entropy, sampled_ids,
-            *head.operand(temperatures, member_logprobs),
-        )  # fmt: skip
-        if capped:  # of d tanh; an entry without a gradient keeps none, whatever its logit
-            slope = 1 - (capped[0] / head.softcap) ** 2
-            grads = torch.where(grads == 0, grads, grads * slope)
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+
+        def of_members() -> Tensor:
+            grads = grad_members(
+                grad_logprobs, grad_entropy, columns, member_logprobs, entropy, sampled_ids,
+                *head.operand(temperatures, member_logprobs),
+            )  # fmt: skip
+            return head.through_softcap(grads, *capped)
+
+        grads = of_members()
         grad_hidden = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
+        if wants_hidden:
             grad_hidden = grad_hidden_of_members(grads, weight, columns, head.vocab_start)
             grad_hidden = head.sum_over_group(grad_hidden)
-        if ctx.needs_input_grad[1]:
-            out, grad_weight = head.weight_gradient(weight)
-            add_weight_gradient(out, grads, hidden, columns, head.vocab_start)
-        if ctx.needs_input_grad[2]:
-            sums = grads.new_zeros((weight.shape[0], 1))
-            ones = hidden.new_ones((hidden.shape[0], 1))
-            add_weight_gradient(sums, grads, ones, columns, head.vocab_start)
-            grad_bias = sums.squeeze(1).to(ctx.bias_dtype)
+        if wants_weight or wants_bias:
+            unsorted = pair_rows(grads, columns, head.vocab_start, weight.shape[0])
+            del grads  # the sort takes most of the memory: less to make them again than to keep
+            pairs = unsorted.sort(stable=True)
+            del unsorted
+            grads = of_members()
+            grad_weight, grad_bias = head.sum_pairs(
+                grads, hidden, weight, pairs, columns.shape[1],
+                wants_weight=wants_weight, bias_dtype=ctx.bias_dtype if wants_bias else None,
+            )  # fmt: skip
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from packhorse.kernels.lm_head_members import add_weight_gradient
 from packhorse.kernels.support import (
     LOGITS_DTYPES,
     as_operand,
@@ -53,6 +54,39 @@ class Head:
             return self.main_grad, None
         dense = torch.zeros_like(weight, memory_format=torch.contiguous_format)
         return dense, dense
+
+    def through_softcap(self, grads: Tensor, *capped: Tensor) -> Tensor:
+        """Gradients before the soft cap, of those after it and the capped logits, if there are."""
+        if self.softcap is None:
+            return grads
+        slope = 1 - (capped[0] / self.softcap) ** 2
+        # of d tanh; an entry without a gradient keeps none, whatever its logit
+        return torch.where(grads == 0, grads, grads * slope)
+
+    def sum_pairs(
+        self,
+        grads: Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        pairs: tuple[Tensor, Tensor],
+        width: int,
+        tokens: Tensor | None = None,
+        *,
+        wants_weight: bool,
+        bias_dtype: torch.dtype | None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What autograd is given of the weight's and the bias's gradient: None where not asked for
+        (``bias_dtype``) or added to ``main_grad``. Arguments of ``add_weight_gradient``."""
+        grad_weight = grad_bias = None
+        if wants_weight:
+            out, grad_weight = self.weight_gradient(weight)
+            add_weight_gradient(out, grads, hidden, *pairs, width, tokens)
+        if bias_dtype is not None:
+            sums = grads.new_zeros((weight.shape[0], 1))
+            ones = hidden.new_ones((hidden.shape[0], 1))
+            add_weight_gradient(sums, grads, ones, *pairs, width, tokens)
+            grad_bias = sums.squeeze(1).to(bias_dtype)
+        return grad_weight, grad_bias
 
     def sum_over_group(self, grad_hidden: Tensor) -> Tensor:
         """The gradient of the hidden states, which each shard has a share of."""

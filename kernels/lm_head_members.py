@@ -13,8 +13,8 @@ is not read.
 
 A shard of the vocabulary holds rows from ``vocab_start`` on; ids of other shards have logit 0 here.
 
-Row t of ``columns`` is of token t, or of ``tokens[t]`` where that is given: the rows of a ragged
-support stand in an order of their own. A row of token -1 has no member.
+Supports of different widths have their products in ``lm_head_cells.py``; the gradient of the weight
+is one for both: a pair's token is ``pair // width``, or ``tokens[pair // width]`` where given.
 
 Sizes: T tokens, C candidates a row, H hidden size, V vocabulary, S slices of H, P = T C pairs.
 Contract: an entry of ``columns`` that names no row of this shard is never read through.
@@ -35,34 +35,27 @@ _PAIRS_AT_ONCE = 1 << 12
 # --- reference: the specification, and what CPU tensors run ---------------------------------------
 
 
-def _local_rows(columns: Tensor, vocab_start: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """[T, C] int64 rows of this shard's weight, and whether the entry is one of its members."""
+def local_rows(columns: Tensor, vocab_start: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """int64 rows of this shard's weight, and whether the entry is one of its members."""
     rows = columns.long() - vocab_start
     here = (columns >= 0) & (rows >= 0) & (rows < num_rows)
     return torch.where(here, rows, 0), here
 
 
-def _wide(x: Tensor) -> Tensor:
+def widened(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
 def project_members_reference(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    columns: Tensor,
-    vocab_start: int,
-    tokens: Tensor | None = None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: Tensor, vocab_start: int
 ) -> Tensor:
     """[S, T, C] logits in parts, here one: 0 where the entry is no member of this shard."""
-    rows, here = _local_rows(columns, vocab_start, weight.shape[0])
-    if tokens is None:
-        tokens = torch.arange(columns.shape[0], device=columns.device)
+    rows, here = local_rows(columns, vocab_start, weight.shape[0])
     size = max(_PAIRS_AT_ONCE // max(columns.shape[1], 1), 1)
     chunks = []
-    for t, r in zip(tokens.clamp(min=0).split(size), rows.split(size), strict=True):
-        products = (_wide(weight[r]) * _wide(hidden[t])[:, None]).sum(2)
-        chunks.append(products if bias is None else products + _wide(bias)[r])
+    for h, r in zip(hidden.split(size), rows.split(size), strict=True):
+        products = (widened(weight[r]) * widened(h)[:, None]).sum(2)
+        chunks.append(products if bias is None else products + widened(bias)[r])
     return torch.where(here, torch.cat(chunks), 0.0)[None]
 
 
@@ -70,42 +63,43 @@ def grad_hidden_reference(
     grads: Tensor, weight: Tensor, columns: Tensor, vocab_start: int
 ) -> Tensor:
     """[T, H] of the weight's dtype."""
-    rows, here = _local_rows(columns, vocab_start, weight.shape[0])
+    rows, here = local_rows(columns, vocab_start, weight.shape[0])
     grads = torch.where(here, grads, 0.0)
     out = grads.new_zeros((columns.shape[0], weight.shape[1]))
     for c in range(columns.shape[1]):
         # a factor of 0 reads nothing: whatever the row holds, it adds 0
-        rest = torch.where((grads[:, c] != 0)[:, None], _wide(weight[rows[:, c]]), 0.0)
+        rest = torch.where((grads[:, c] != 0)[:, None], widened(weight[rows[:, c]]), 0.0)
         out += grads[:, c, None] * rest
     return out.to(weight.dtype)
 
 
-def put_hidden_gradient_reference(
-    out: Tensor, grads: Tensor, weight: Tensor, columns: Tensor, vocab_start: int, tokens: Tensor
-) -> None:
-    """Writes ``grad_hidden_of_members`` to the rows ``tokens`` of ``out`` [T, H], each named once;
-    -1: to none."""
-    rows = grad_hidden_reference(grads, _wide(weight), columns, vocab_start)
-    named = tokens >= 0
-    out[tokens[named]] = rows[named].to(out.dtype)
+def pair_rows(grads: Tensor, columns: Tensor, vocab_start: int, num_rows: int) -> Tensor:
+    """[P] int32 rows of this shard, ``num_rows`` for what has none or no gradient."""
+    rows = columns - vocab_start
+    taken = (rows >= 0) & (rows < num_rows) & (columns >= 0)
+    return rows.masked_fill_(~(taken & (grads != 0)), num_rows).flatten()
 
 
 def add_weight_gradient_reference(
     out: Tensor,
     grads: Tensor,
     hidden: Tensor,
-    columns: Tensor,
-    vocab_start: int,
+    rows: Tensor,
+    pairs: Tensor,
+    width: int,
     tokens: Tensor | None = None,
 ) -> None:
-    """Adds to ``out`` [V, H] in place; the sum of a row is rounded to its dtype once."""
-    rows, here = _local_rows(columns, vocab_start, out.shape[0])
-    token, c = (here & (grads != 0)).nonzero(as_tuple=True)
+    """Adds to ``out`` [V, H] in place; the sum of a row is rounded to its dtype once. ``rows`` and
+    ``pairs`` are ``pair_rows`` sorted, stable, and where each stood."""
+    taken = rows < out.shape[0]
+    rows, pairs = rows[taken], pairs[taken]
     sums = out if out.dtype == grads.dtype else torch.zeros_like(out, dtype=grads.dtype)
-    for begin in range(0, token.numel(), _PAIRS_AT_ONCE):
-        t, k = token[begin : begin + _PAIRS_AT_ONCE], c[begin : begin + _PAIRS_AT_ONCE]
-        source = hidden[t if tokens is None else tokens[t]]
-        sums.index_add_(0, rows[t, k], grads[t, k, None] * _wide(source))
+    for begin in range(0, pairs.numel(), _PAIRS_AT_ONCE):
+        some = slice(begin, begin + _PAIRS_AT_ONCE)
+        token = pairs[some] // width
+        source = hidden[token if tokens is None else tokens[token].long()]
+        of_pairs = grads.flatten()[pairs[some]]
+        sums.index_add_(0, rows[some], of_pairs[:, None] * widened(source))
     if sums is not out:
         out += sums
 
@@ -121,7 +115,7 @@ def _products(rows, wanted, hidden):
 
 
 @triton.jit
-def _sum_of_rows(rows, wanted, grad):
+def sum_of_rows(rows, wanted, grad):
     """[BLOCK_H]: rows of the weight, each times its gradient."""
     weight = tl.load(rows, mask=wanted, other=0.0)
     return tl.sum(weight.to(tl.float32) * grad[:, None], axis=0)
@@ -139,7 +133,6 @@ def _project_members_kernel(
     weight_ptr,  # [V, H]
     bias_ptr,  # [V], or None
     columns_ptr,  # [T, C] int32
-    tokens_ptr,  # [T] int64, or None
     logits_ptr,  # [S, T, C] float32
     num_tokens,  # T
     width,  # C
@@ -157,10 +150,7 @@ def _project_members_kernel(
     hidden_size = num_units * VEC
     cols = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     in_row = cols < hidden_size
-    if tokens_ptr is None:
-        hidden_ptr += token * stride_hidden * VEC
-    else:
-        hidden_ptr += tl.maximum(tl.load(tokens_ptr + token), 0) * stride_hidden * VEC
+    hidden_ptr += token * stride_hidden * VEC
     if WHOLE:
         hidden = tl.load(hidden_ptr + cols).to(tl.float32)
     else:
@@ -174,13 +164,7 @@ def _project_members_kernel(
         row = tl.where(here, row - vocab_start, 0)
         rows = weight_ptr + (row.to(tl.int64) * stride_weight)[:, None] * VEC + cols[None, :]
         wanted = here[:, None] if WHOLE else here[:, None] & in_row[None, :]
-        if tokens_ptr is None:
-            logits = _products(rows, wanted, hidden)
-        else:  # a row of a class may be much narrower: its members stand together, at its end
-            logits = tl.zeros([BLOCK_C], tl.float32)
-            if tl.max(here.to(tl.int32), axis=0) > 0:
-                logits = _products(rows, wanted, hidden)
-        logits = tl.where(here, logits, 0.0)
+        logits = tl.where(here, _products(rows, wanted, hidden), 0.0)
         if bias_ptr is not None:
             first_slice = here & (tl.program_id(1) == 0)
             logits += tl.load(bias_ptr + row, mask=first_slice, other=0.0).to(tl.float32)
@@ -198,7 +182,6 @@ def _grad_hidden_kernel(
     grads_ptr,  # [T, C] float32
     weight_ptr,  # [V, H]
     columns_ptr,  # [T, C] int32
-    tokens_ptr,  # [T] int64, or None
     out_ptr,  # [T, H]
     width,  # C
     num_units,  # H; it and the stride in units of VEC elements
@@ -225,21 +208,12 @@ def _grad_hidden_kernel(
         row = tl.where(here, row - vocab_start, 0)
         rows = weight_ptr + (row.to(tl.int64) * stride_weight)[:, None] * VEC + cols[None, :]
         wanted = here[:, None] if WHOLE else here[:, None] & in_row[None, :]
-        grad = tl.where(here, grad, 0.0)
-        if tokens_ptr is None:
-            total += _sum_of_rows(rows, wanted, grad)
-        else:
-            if tl.max(here.to(tl.int32), axis=0) > 0:
-                total += _sum_of_rows(rows, wanted, grad)
+        total += sum_of_rows(rows, wanted, tl.where(here, grad, 0.0))
     total = total.to(out_ptr.dtype.element_ty)
-    if tokens_ptr is None:
-        if WHOLE:
-            tl.store(out_ptr + token * hidden_size + cols, total)
-        else:
-            tl.store(out_ptr + token * hidden_size + cols, total, mask=in_row)
+    if WHOLE:
+        tl.store(out_ptr + token * hidden_size + cols, total)
     else:
-        place = tl.load(tokens_ptr + token)
-        tl.store(out_ptr + place * hidden_size + cols, total, mask=in_row & (place >= 0))
+        tl.store(out_ptr + token * hidden_size + cols, total, mask=in_row)
 
 
 @triton.jit(
@@ -252,7 +226,7 @@ def _grad_weight_kernel(
     hidden_ptr,  # [T, H]
     rows_ptr,  # [P] int32, ascending; num_rows: no pair of this shard
     pairs_ptr,  # [P] int64: which cell of [T, C] stands there
-    tokens_ptr,  # [T] int64, or None
+    tokens_ptr,  # int32, or None
     grads_ptr,  # [T, C] float32, float64 as hidden, out and parts
     out_ptr,  # [V, H]
     parts_ptr,  # [chunks, 2, H] float32: sums of rows that begin before a chunk, and go on after it
@@ -282,7 +256,7 @@ def _grad_weight_kernel(
         grad = tl.load(grads_ptr + pair)
         token = pair // width
         if tokens_ptr is not None:
-            token = tl.load(tokens_ptr + token)
+            token = tl.load(tokens_ptr + token).to(tl.int64)
         source = hidden_ptr + token * stride_hidden * VEC + cols
         total += grad * tl.load(source, mask=in_row, other=0.0).to(total.dtype)
         place += 1
@@ -359,31 +333,26 @@ _CHUNK, _BLOCK_N, _WEIGHT_BLOCK_H = 64, 8, 256
 _PARTS_BYTES, _PAIR_BYTES, _FREE_PAIRS = 2048, 24, 20
 
 
-def _slice(hidden_size: int) -> tuple[int, int]:
+def slices(hidden_size: int) -> tuple[int, int]:
     """Elements of a slice, and how many slices: one access of 16 bytes times two a lane."""
     block = min(_BLOCK_H, max(1 << (hidden_size - 1).bit_length(), 32))
     return block, -(-hidden_size // block)
 
 
 def _project_members_cuda(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    columns: Tensor,
-    vocab_start: int,
-    tokens: Tensor | None = None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: Tensor, vocab_start: int
 ) -> Tensor:
     num_tokens, width = columns.shape
     hidden_size = hidden.shape[1]
     if hidden.dtype == torch.float64 or columns.numel() == 0 or hidden_size == 0:
-        return project_members_reference(hidden, weight, bias, columns, vocab_start, tokens)
-    block, num_slices = _slice(hidden_size)
+        return project_members_reference(hidden, weight, bias, columns, vocab_start)
+    block, num_slices = slices(hidden_size)
     logits = hidden.new_empty((num_slices, num_tokens, width), dtype=torch.float32)
     vec = math.gcd(16 // hidden.itemsize, hidden_size, hidden.stride(0), weight.stride(0))
     _launch_project_members(
         (num_tokens, num_slices),
         (
-            hidden, weight, None if bias is None else bias.contiguous(), columns, tokens, logits,
+            hidden, weight, None if bias is None else bias.contiguous(), columns, logits,
             num_tokens, width, hidden_size // vec, hidden.stride(0) // vec,
             weight.stride(0) // vec, vocab_start, weight.shape[0],
         ),
@@ -400,75 +369,33 @@ def _grad_hidden_of_members_cuda(
     if weight.dtype == torch.float64 or columns.numel() == 0 or hidden_size == 0:
         return grad_hidden_reference(grads, weight, columns, vocab_start)
     out = weight.new_empty((columns.shape[0], hidden_size))
-    _write_grad_hidden(out, grads, weight, columns, vocab_start, None)
-    return out
-
-
-def _put_hidden_gradient_cuda(
-    out: Tensor, grads: Tensor, weight: Tensor, columns: Tensor, vocab_start: int, tokens: Tensor
-) -> None:
-    if columns.numel() == 0 or out.numel() == 0:
-        return
-    if weight.dtype == torch.float64:  # without reading which rows are named
-        rows = grad_hidden_reference(grads, weight, columns, vocab_start)
-        _scatter_named_rows(out, rows, tokens)
-        return
-    _write_grad_hidden(out, grads, weight, columns, vocab_start, tokens)
-
-
-def _scatter_named_rows(out: Tensor, rows: Tensor, tokens: Tensor) -> None:
-    """``out[tokens] = rows`` where a token is named; the others go to a row of their own."""
-    wider = torch.cat([out, out.new_zeros((1, out.shape[1]))])
-    wider[torch.where(tokens >= 0, tokens, out.shape[0])] = rows.to(out.dtype)
-    out.copy_(wider[:-1])
-
-
-def _write_grad_hidden(
-    out: Tensor,
-    grads: Tensor,
-    weight: Tensor,
-    columns: Tensor,
-    vocab_start: int,
-    tokens: Tensor | None,
-) -> None:
-    hidden_size = weight.shape[1]
-    block, num_slices = _slice(hidden_size)
+    block, num_slices = slices(hidden_size)
     vec = math.gcd(16 // weight.itemsize, hidden_size, weight.stride(0))
     _launch_grad_hidden(
         (columns.shape[0], num_slices),
         (
-            grads, weight, columns, tokens, out, columns.shape[1], hidden_size // vec,
+            grads, weight, columns, out, columns.shape[1], hidden_size // vec,
             weight.stride(0) // vec, vocab_start, weight.shape[0],
         ),
         (vec, hidden_size % block == 0, _BLOCK_C, block),
         1,
     )  # fmt: skip
-
-
-def _sorted_pairs(
-    grads: Tensor, columns: Tensor, vocab_start: int, num_rows: int
-) -> tuple[Tensor, Tensor]:
-    """Rows of this shard in ascending order, ``num_rows`` for what has none, and their cells."""
-    rows = columns - vocab_start
-    taken = (rows >= 0) & (rows < num_rows) & (columns >= 0)
-    rows = rows.masked_fill_(~(taken & (grads != 0)), num_rows).flatten()
-    del taken  # the sort takes most of the memory
-    return rows.sort(stable=True)
+    return out
 
 
 def _add_weight_gradient_cuda(
     out: Tensor,
     grads: Tensor,
     hidden: Tensor,
-    columns: Tensor,
-    vocab_start: int,
+    rows: Tensor,
+    pairs: Tensor,
+    width: int,
     tokens: Tensor | None = None,
 ) -> None:
     num_tokens, hidden_size = hidden.shape
-    if columns.numel() == 0 or hidden_size == 0:
+    num_rows, num_pairs = out.shape[0], pairs.numel()
+    if num_pairs == 0 or hidden_size == 0:
         return
-    num_rows, num_pairs, width = out.shape[0], columns.numel(), columns.shape[1]
-    rows, pairs = _sorted_pairs(grads, columns, vocab_start, num_rows)
     chunk = _CHUNK * (1 if num_pairs <= 1 << 18 else 2 if num_pairs <= 1 << 20 else 4)
     num_chunks = -(-num_pairs // chunk)
     block = min(_WEIGHT_BLOCK_H, max(1 << (hidden_size - 1).bit_length(), 32))
@@ -504,8 +431,7 @@ def _add_weight_gradient_cuda(
 
 torch.library.define(
     "packhorse::project_members",
-    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor columns, SymInt vocab_start,"
-    " Tensor? tokens=None) -> Tensor",
+    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor columns, SymInt vocab_start) -> Tensor",
 )
 torch.library.impl("packhorse::project_members", "CPU", project_members_reference)
 torch.library.impl("packhorse::project_members", "CUDA", _project_members_cuda)
@@ -518,16 +444,8 @@ torch.library.impl("packhorse::grad_hidden_of_members", "CPU", grad_hidden_refer
 torch.library.impl("packhorse::grad_hidden_of_members", "CUDA", _grad_hidden_of_members_cuda)
 
 torch.library.define(
-    "packhorse::put_hidden_gradient",
-    "(Tensor(a!) out, Tensor grads, Tensor weight, Tensor columns, SymInt vocab_start,"
-    " Tensor tokens) -> ()",
-)
-torch.library.impl("packhorse::put_hidden_gradient", "CPU", put_hidden_gradient_reference)
-torch.library.impl("packhorse::put_hidden_gradient", "CUDA", _put_hidden_gradient_cuda)
-
-torch.library.define(
     "packhorse::add_weight_gradient",
-    "(Tensor(a!) out, Tensor grads, Tensor hidden, Tensor columns, SymInt vocab_start,"
+    "(Tensor(a!) out, Tensor grads, Tensor hidden, Tensor rows, Tensor pairs, SymInt width,"
     " Tensor? tokens=None) -> ()",
 )
 torch.library.impl("packhorse::add_weight_gradient", "CPU", add_weight_gradient_reference)
@@ -535,10 +453,10 @@ torch.library.impl("packhorse::add_weight_gradient", "CUDA", _add_weight_gradien
 
 
 @torch.library.register_fake("packhorse::project_members")
-def _project_members_fake(hidden, _weight, _bias, columns, *_) -> Tensor:
+def _project_members_fake(hidden, _weight, _bias, columns, _vocab_start) -> Tensor:
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     plain = hidden.device.type != "cuda" or hidden.dtype == torch.float64
-    parts = 1 if plain else _slice(hidden.shape[1])[1]
+    parts = 1 if plain else slices(hidden.shape[1])[1]
     return hidden.new_empty((parts, *columns.shape), dtype=wide)
 
 
@@ -548,12 +466,7 @@ def _grad_hidden_of_members_fake(_grads, weight, columns, _vocab_start) -> Tenso
 
 
 @torch.library.register_fake("packhorse::add_weight_gradient")
-def _add_weight_gradient_fake(_out, _grads, _hidden, _columns, *_) -> None:
-    return None
-
-
-@torch.library.register_fake("packhorse::put_hidden_gradient")
-def _put_hidden_gradient_fake(_out, _grads, _weight, _columns, _vocab_start, _tokens) -> None:
+def _add_weight_gradient_fake(*_) -> None:
     return None
 
 
@@ -562,5 +475,4 @@ project_members = called_directly(_ops.project_members.default, _project_members
 grad_hidden_of_members = called_directly(
     _ops.grad_hidden_of_members.default, _grad_hidden_of_members_cuda
 )
-put_hidden_gradient = called_directly(_ops.put_hidden_gradient.default, _put_hidden_gradient_cuda)
 add_weight_gradient = called_directly(_ops.add_weight_gradient.default, _add_weight_gradient_cuda)

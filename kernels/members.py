@@ -128,11 +128,13 @@ def grad_members_reference(
     temperature: float,
     temperatures: Tensor | None = None,  # [T], in place of it
 ) -> Tensor:
-    """[T, C] gradient of each logit, exactly 0 where ``member_logprobs`` is -inf.
+    """[T, C] gradient of each logit, exactly 0 where ``member_logprobs`` is -inf, and in rows whose
+    scores both have the gradient 0: whatever a row holds that the loss masks, it adds nothing.
 
     d logprob / d z_c = 1[c = s] - p_c        d entropy / d z_c = -p_c (log p_c + entropy)
     """
-    live = member_logprobs != -_INF
+    wanted = ((grad_logprobs != 0) | (grad_entropy != 0))[:, None]
+    live = (member_logprobs != -_INF) & wanted
     log_p = torch.where(live, member_logprobs, 0.0)
     p = log_p.exp()
     chosen = (columns == sampled_ids[:, None]).to(p.dtype)
@@ -278,7 +280,7 @@ def gradient_of_cells(
     grad_entropy = tl.load(grad_entropy_ptr + token, mask=inside, other=0.0)
     entropy = tl.load(entropy_ptr + token, mask=inside, other=0.0)
     sampled_id = tl.load(sampled_ptr + token, mask=inside, other=-1)
-    live = log_p != -inf
+    live = (log_p != -inf) & ((grad_logprob != 0.0) | (grad_entropy != 0.0))
     log_p = tl.where(live, log_p, 0.0)
     p = tl.exp(log_p)
     chosen = (column.to(tl.int64) == sampled_id).to(tl.float32)

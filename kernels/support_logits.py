@@ -159,6 +159,8 @@ _launch_put_logit_grads = Launcher(_put_logit_grads_kernel)
 _BLOCK = 256
 #: A wider row does not fit one launch's registers.
 _WIDEST = 256
+#: Entries of a program: half of what ``row_tile`` takes, as its loads miss the cache.
+_TILE = 128
 
 
 def _score_logits_cuda(
@@ -176,7 +178,8 @@ def _score_logits_cuda(
     ignored = support_ids.new_empty((num_tokens,), dtype=torch.int32)
     columns = support_ids.new_empty((num_tokens, width), dtype=torch.int32)
     members = logits.new_empty((num_tokens, width), dtype=torch.float32)
-    num_warps, block_t, block_c = row_tile(width)
+    num_warps, _, block_c = row_tile(width)
+    block_t = min(max(_TILE // block_c, 1), 8)
     _launch_score_logits(
         (-(-num_tokens // block_t),),
         (

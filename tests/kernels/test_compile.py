@@ -21,8 +21,10 @@ from packhorse.kernels import dense as dense_
 from packhorse.kernels import dummies as dummy
 from packhorse.kernels import (
     layout,
+    lm_head_cells,
     lm_head_members,
     members,
+    ragged_members,
     routes,
     rows,
     support_logits,
@@ -181,27 +183,58 @@ def from_logits(kernel: str, width: int) -> Launch:
 
 
 def lm_head(
-    kernel: str, hidden_size: int, loads: tuple[int, float], stores: tuple[int, float],
-    *, ragged: bool = False,
-) -> Launch:  # fmt: skip
-    """Of rows of 20 ids, each of its token, or of a ragged support's class of 16."""
+    kernel: str, hidden_size: int, loads: tuple[int, float], stores: tuple[int, float]
+) -> Launch:
+    """Of rows of 20 ids, each of its token."""
 
     def run() -> None:
         hidden = meta(TOKENS, hidden_size, dtype=torch.bfloat16)
         weight = meta(9001, hidden_size, dtype=torch.bfloat16)
         columns, grads = meta(TOKENS, 20, dtype=i32), meta(TOKENS, 20, dtype=torch.float32)
         main_grad = meta(9001, hidden_size, dtype=torch.float32)
-        if ragged:
-            columns, grads = columns[:, :16].contiguous(), grads[:, :16].contiguous()
-            lm_head_members._project_members_cuda(hidden, weight, None, columns, 0, ids())
-            lm_head_members._put_hidden_gradient_cuda(hidden, grads, weight, columns, 0, ids())
-            lm_head_members._add_weight_gradient_cuda(main_grad, grads, hidden, columns, 0, ids())
-            return
         lm_head_members._project_members_cuda(hidden, weight, None, columns, 0)
         lm_head_members._grad_hidden_of_members_cuda(grads, weight, columns, 0)
-        lm_head_members._add_weight_gradient_cuda(main_grad, grads, hidden, columns, 0)
+        rows, pairs = meta(TOKENS * 20, dtype=i32), meta(TOKENS * 20, dtype=i64)
+        lm_head_members._add_weight_gradient_cuda(main_grad, grads, hidden, rows, pairs, 20)
 
     return Launch(kernel, run, 128, loads, stores)
+
+
+def lm_head_cells_of(
+    kernel: str, hidden_size: int, loads: tuple[int, float], stores: tuple[int, float]
+) -> Launch:
+    """Of the cells of ragged rows, some of them of up to 256 ids."""
+
+    def run() -> None:
+        hidden = meta(TOKENS, hidden_size, dtype=torch.bfloat16)
+        weight = meta(9001, hidden_size, dtype=torch.bfloat16)
+        columns, owners, grads = (meta(9000, dtype=d) for d in (i32, i32, torch.float32))
+        main_grad = meta(9001, hidden_size, dtype=torch.float32)
+        lm_head_cells._project_cells_cuda(hidden, weight, None, columns, owners, 0)
+        lm_head_cells._grad_hidden_of_cells_cuda(
+            grads, weight, columns, owners, ids(), ids(), 0, 64
+        )
+        rows = (meta(100, dtype=i64) for _ in range(3))
+        lm_head_cells._put_wide_hidden_cuda(hidden, grads, weight, columns, *rows, 256, 0)
+        pairs = meta(9000, dtype=i32), meta(9000, dtype=i64)
+        lm_head_members._add_weight_gradient_cuda(main_grad, grads, hidden, *pairs, 1, owners)
+
+    return Launch(kernel, run, 128, loads, stores)
+
+
+def ragged_rows(kernel: str, width: int, registers: int = 128) -> Launch:
+    def run() -> None:
+        cells, token = meta(9000, dtype=i32), meta(TOKENS, dtype=torch.float32)
+        floats, status = meta(9000, dtype=torch.float32), meta(TOKENS, dtype=u8)
+        rows = ids(), ids(), ids()
+        ragged_members._order_cells_cuda(cells, cells, cells, *rows, width, 9001)
+        logits, ignored = meta(2, 9000, dtype=torch.float32), meta(TOKENS, dtype=i32)
+        ragged_members._score_cells_cuda(
+            token, token, status, ignored, floats, logits, cells, ids(), *rows, width, 0.7
+        )
+        ragged_members._grad_cells_cuda(token, token, cells, cells, floats, token, ids(), 0.7)
+
+    return Launch(kernel, run, registers)
 
 
 def float64_weight(kernel: str) -> Launch:
@@ -209,8 +242,9 @@ def float64_weight(kernel: str) -> Launch:
 
     def run() -> None:
         hidden, out = meta(TOKENS, 256, dtype=torch.float64), meta(9001, 256, dtype=torch.float64)
-        columns, grads = meta(TOKENS, 20, dtype=i32), meta(TOKENS, 20, dtype=torch.float64)
-        lm_head_members._add_weight_gradient_cuda(out, grads, hidden, columns, 0)
+        rows, pairs = meta(TOKENS * 20, dtype=i32), meta(TOKENS * 20, dtype=i64)
+        grads = meta(TOKENS, 20, dtype=torch.float64)
+        lm_head_members._add_weight_gradient_cuda(out, grads, hidden, rows, pairs, 20)
 
     return Launch(kernel, run, 128, (64, 0.6), (64, 1.0))
 
@@ -312,15 +346,23 @@ LAUNCHES = {
     "LM head of 512, parts": lm_head("_join_weight_parts_kernel", 512, (128, 0.8), (128, 1.0)),
     "LM head of 256, float64 weight": float64_weight("_grad_weight_kernel"),
     "LM head of 256, float64 parts": float64_weight("_join_weight_parts_kernel"),
-    "LM head of 512, ragged": lm_head(
-        "_project_members_kernel", 512, (128, 0.8), (8, 0.0), ragged=True
+    "LM head of 512, cells": lm_head_cells_of("_project_cells_kernel", 512, (128, 0.8), (8, 0.0)),
+    "LM head of 520, cells": lm_head_cells_of("_project_cells_kernel", 520, (128, 0.8), (8, 0.0)),
+    "LM head of 512, hidden, cells": lm_head_cells_of(
+        "_grad_hidden_cells_kernel", 512, (128, 0.5), (128, 1.0)
     ),
-    "LM head of 512, hidden, ragged": lm_head(
-        "_grad_hidden_kernel", 512, (128, 0.6), (128, 1.0), ragged=True
+    "LM head of 512, hidden, wide rows": lm_head_cells_of(
+        "_grad_hidden_pieces_kernel", 512, (128, 0.5), (128, 1.0)
     ),
-    "LM head of 512, weight, ragged": lm_head(
-        "_grad_weight_kernel", 512, (128, 0.5), (128, 1.0), ragged=True
+    "LM head of 512, weight, cells": lm_head_cells_of(
+        "_grad_weight_kernel", 512, (128, 0.5), (128, 1.0)
     ),
+    "order ragged support of 4": ragged_rows("_order_cells_kernel", 4),
+    "order ragged support of 1000": ragged_rows("_order_cells_kernel", 1000),
+    "order ragged support of 4000": ragged_rows("_place_cells_kernel", 4000),
+    "score ragged support of 16": ragged_rows("_score_cells_kernel", 16),
+    "score ragged support of 4000": ragged_rows("_score_cells_kernel", 4000, 168),
+    "gradients of cells": ragged_rows("_grad_cells_kernel", 16),
     # beside the tile a program loads what its row is scored by
     "sums of a tile": vocabulary_tile(
         "sum_vocabulary_tile", TOKENS, 2048, 48, (128, 0.6), (32, 1.0)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from packhorse.kernels import lm_head_members, members
 from packhorse.kernels.lm_head import lm_head_support_logprobs
+from packhorse.kernels.lm_head_members import pair_rows
 from packhorse.kernels.support import support_logprobs
 from packhorse.testing import assert_within_budget
 from tests.conftest import INTERPRET
@@ -389,7 +390,8 @@ def test_operators_pass_opcheck(device):
     grads = ops.grad_members(*given)
     torch.library.opcheck(ops.grad_hidden_of_members.default, (grads, weight, columns, 0))
     out = torch.zeros(weight.shape, device=device)
-    torch.library.opcheck(ops.add_weight_gradient.default, (out, grads, states, columns, 0))
+    pairs = pair_rows(grads, columns, 0, 30).sort(stable=True)
+    torch.library.opcheck(ops.add_weight_gradient.default, (out, grads, states, *pairs, 5))
 
 
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16, torch.float64])
@@ -447,10 +449,13 @@ def test_logits_of_shards_add_up_to_the_whole_bit_for_bit(device):
     assert torch.equal(sum(parts), whole)
     grads = torch.randn(columns.shape, device=device).masked_fill(columns < 0, 0)
     out = torch.zeros(weight.shape, device=device)
-    ops.add_weight_gradient(out, grads, states, columns, 0)
+    width = columns.shape[1]
+    pairs = pair_rows(grads, columns, 0, vocab).sort(stable=True)
+    ops.add_weight_gradient(out, grads, states, *pairs, width)
     for w, a in shards:
         part = torch.zeros(w.shape, device=device)
-        ops.add_weight_gradient(part, grads, states, columns, a)
+        pairs = pair_rows(grads, columns, a, w.shape[0]).sort(stable=True)
+        ops.add_weight_gradient(part, grads, states, *pairs, width)
         torch.testing.assert_close(part, out[a : a + w.shape[0]])  # chunks end elsewhere
     summed = sum(ops.grad_hidden_of_members(grads, w, columns, a) for w, a in shards)
     torch.testing.assert_close(summed, ops.grad_hidden_of_members(grads, weight, columns, 0))

@@ -7,7 +7,7 @@ rows padded in Python. Ranks: ``tests/replay/test_scoring_ranks.py``.
 import pytest
 import torch
 
-from packhorse.kernels import lm_head_ragged
+from packhorse.kernels import lm_head_cells, lm_head_ragged
 from packhorse.kernels.lm_head import lm_head_support_logprobs
 from packhorse.kernels.lm_head_ragged import lm_head_ragged_support_logprobs
 from tests.conftest import INTERPRET
@@ -73,9 +73,9 @@ def options_of(name, case):
 @pytest.fixture(params=["as it is", "small pieces"])
 def pieces(request, monkeypatch):
     if request.param == "small pieces":
-        monkeypatch.setattr(lm_head_ragged, "_PROJECTED", 4)
-        monkeypatch.setattr(lm_head_ragged, "_ADDED", 16)
-        monkeypatch.setattr(lm_head_ragged, "_PARTS", 5)
+        monkeypatch.setattr(lm_head_ragged, "_ADDED", 4 if INTERPRET else 16)
+        monkeypatch.setattr(lm_head_cells, "_PIECE", 8)
+        monkeypatch.setattr(lm_head_cells, "_PARTS", 5)
 
 
 @pytest.mark.usefixtures("pieces")
@@ -187,25 +187,43 @@ def test_nothing_waits_for_the_device(cuda, no_host_sync):
         step()
 
 
-def test_operators_of_rows_with_tokens_pass_opcheck(device):
+def test_operators_of_cells_pass_opcheck_and_leave_the_rows_of_others(device):
     case = Ragged(BF16, device)
     ops = torch.ops.packhorse
-    tokens = torch.tensor([3, -1, 0], device=device)
-    columns = torch.tensor([[1, 5, -1, -1], [-1] * 4, [0, 7, 9, 11]], device=device).int()
-    grads = torch.randn(3, 4, device=device).masked_fill(columns < 0, 0)
-    torch.library.opcheck(
-        ops.project_members.default, (case.states, case.weight, None, columns, 0, tokens)
+    ids = torch.tensor([5, 1, 11, 0, 9], device=device, dtype=torch.int32)
+    of_slots = [torch.tensor(x, device=device) for x in ([2, 0, 0], [3, 0, 2])]
+    tokens, begins, counts = (
+        torch.tensor(x, device=device) for x in ([2, -1, 0], [0, 2, 2], [2, 0, 3])
     )
-    out = torch.full(case.states.shape, 7.0, device=device, dtype=BF16)
-    given = (out, grads, case.weight, columns, 0, tokens)
-    torch.library.opcheck(ops.put_hidden_gradient.default, given)
-    ops.put_hidden_gradient(*given)
-    assert (out[[1, 2]] == 7).all()  # rows that no token names
-    expected = grads[2] @ case.weight[columns[2].long()].float()
-    torch.testing.assert_close(out[0].float(), expected, rtol=1e-2, atol=1e-2)
+    columns, owners = (torch.full_like(ids, -1) for _ in range(2))
+    ordered = (columns, owners, ids, tokens, begins, counts, 4, VOCAB)
+    torch.library.opcheck(ops.order_cells.default, ordered)
+    ops.order_cells(*ordered)
+    assert columns.tolist() == [1, 5, 0, 9, 11]
+    assert owners.tolist() == [2, 2, 0, 0, 0]
+    given = (case.states[:3], case.weight, None, columns, owners, 0)
+    torch.library.opcheck(ops.project_cells.default, given)
+    expected = [float(case.states[t].float() @ case.weight[v].float())
+                for t, v in zip(owners.tolist(), columns.tolist(), strict=True)]  # fmt: skip
+    logits = ops.project_cells(*given).sum(0).tolist()
+    assert logits == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    grads = torch.randn(5, device=device)
+    rows = grads[:, None] * case.weight[columns.long()].float()
+    narrow = (grads, case.weight, columns, owners, *of_slots, 0, 2)
+    torch.library.opcheck(ops.grad_hidden_of_cells.default, narrow)
+    out = ops.grad_hidden_of_cells(*narrow)
+    assert not out[:2].any()  # a row of more than 2 ids, and none
+    torch.testing.assert_close(out[2].float(), rows[:2].sum(0), rtol=1e-2, atol=1e-2)
+    wide = (out, grads, case.weight, columns, tokens[2:], begins[2:], counts[2:], 4, 0)
+    torch.library.opcheck(ops.put_wide_hidden.default, wide)
+    before = out.clone()
+    ops.put_wide_hidden(*wide)
+    torch.testing.assert_close(out[0].float(), rows[2:].sum(0), rtol=1e-2, atol=1e-2)
+    assert torch.equal(out[1:], before[1:])
     sums = torch.zeros(case.weight.shape, device=device)
+    pairs = columns.sort(stable=True)
     torch.library.opcheck(
-        ops.add_weight_gradient.default, (sums, grads, case.states, columns, 0, tokens)
+        ops.add_weight_gradient.default, (sums, grads, case.states[:3], *pairs, 1, owners)
     )
 
 
@@ -217,6 +235,9 @@ def test_operators_of_rows_with_tokens_pass_opcheck(device):
         ({"widths": [1]}, ValueError, "1 widths for 2 rows"),
         ({"widths": [-1, 2]}, ValueError, "widths are negative, or more than the 3 ids"),
         ({"widths": [2, 2]}, ValueError, "widths are negative, or more than the 3 ids"),
+        ({"widths": [2, 1]}, ValueError, "widths must be those of row_offsets"),
+        ({"row_ids": torch.tensor([1, 1, 0])}, ValueError, "row_ids must name a row once at most"),
+        ({"row_ids": torch.tensor([0, 2, 1])}, ValueError, r"row_ids must be in \[-1, 2\)"),
         ({"row_ids": torch.zeros(3).int()}, TypeError, "row_ids must be int64"),
         ({"row_ids": torch.zeros(2).long()}, ValueError, r"row_ids must be \[T\] = \[3\], got"),
         ({"row_ids": [0, 1, -1]}, TypeError, "row_ids must be a tensor, got list"),

@@ -11,7 +11,7 @@ import torch
 import torch._dynamo.testing
 
 from packhorse.kernels.lm_head import lm_head_support_logprobs
-from packhorse.kernels.lm_head_members import add_weight_gradient_reference
+from packhorse.kernels.lm_head_members import add_weight_gradient_reference, pair_rows
 from packhorse.kernels.lm_head_ragged import lm_head_ragged_support_logprobs
 from packhorse.kernels.support import support_logprobs
 from tests.conftest import INTERPRET
@@ -149,9 +149,10 @@ def test_float64_weight_gradients_are_those_of_the_reference(device):
     hidden = torch.randn(9, 10, generator=generator, dtype=F64).to(device)
     out, expected = (torch.ones(4, 10, dtype=F64, device=device) for _ in range(2))
     again = out.clone()
+    pairs = pair_rows(grads, columns, 1, 4).sort(stable=True)
     for target in (out, again):
-        torch.ops.packhorse.add_weight_gradient(target, grads, hidden, columns, 1)
-    add_weight_gradient_reference(expected, grads, hidden, columns, 1)
+        torch.ops.packhorse.add_weight_gradient(target, grads, hidden, *pairs, 6)
+    add_weight_gradient_reference(expected, grads, hidden, *pairs, 6)
     torch.testing.assert_close(out, expected, rtol=1e-13, atol=1e-13)
     assert torch.equal(out, again)
 

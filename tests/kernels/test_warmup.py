@@ -73,7 +73,10 @@ LM_HEAD = {
     "_sum_vocabulary_tile_kernel", "_join_vocabulary_parts_kernel", "_grad_vocabulary_tile_kernel",
     "_project_members_kernel", "_grad_hidden_kernel", "_grad_weight_kernel",
     "_join_weight_parts_kernel", "_order_support_kernel", "_score_members_kernel",
-    "_grad_members_kernel",
+    "_grad_members_kernel", "_project_cells_kernel", "_grad_hidden_cells_kernel",
+    "_grad_hidden_pieces_kernel", "_order_cells_kernel", "_place_cells_kernel",
+    "_score_cells_kernel",
+    "_grad_cells_kernel",
 }  # fmt: skip
 NOT_WARMED = {"_fill_dummy_routes_kernel", *LM_HEAD}
 LAYOUT_SETTINGS = ("format", "tp_size", "cp_size", "cp_order", "sequence_parallel")
