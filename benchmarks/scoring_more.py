@@ -5,6 +5,7 @@
 Device time in milliseconds as there. Nanoseconds a member compare ragged supports with rows of one
 width; what a GPU must read at least compares scoring from logits: a sector of 32 bytes a member.
 
+    no support  8k tokens with supports, beside these and as many without, in turn: a prompt's
     ragged      64k tokens, widths log-normal with median 2 and mean 8 (99 % up to some 90), ids
                 drawn from Zipf's law, beside 20 ids a row at as many members in all
     vocabulary  all logits in torch, their log-softmax, its backward, beside tiles of them
@@ -104,6 +105,27 @@ def passes(
     if not sizes.dry:
         line["both_peak_mib"] = peak_bytes(both) >> 20
     return line
+
+
+def without_support(sizes: Sizes) -> list[dict[str, Any]]:
+    lines = []
+    for share in (1, 2):
+        num_tokens = share * sizes.tokens(8192)
+        hidden, weight, main_grad = sizes.head(num_tokens)
+        ids = draw_ids(num_tokens, sizes.vocab, 20, 1.0, sizes.device)
+        sampled = ids[:, 3].long().contiguous()
+        if share == 2:
+            ids[1::2] = -1
+
+        def score(
+            given: tuple[Tensor, ...] = (hidden, weight, ids, sampled), to=main_grad
+        ) -> Tensor:
+            return lm_head_support_logprobs(*given, main_grad=to).logprobs
+
+        line = {"case": "half without support" if share == 2 else "all with support"}
+        line |= {"tokens": num_tokens, "members": num_tokens // share * 20}
+        lines.append(line | passes(sizes, score, (hidden, weight), graph=True))
+    return lines
 
 
 def ragged(sizes: Sizes) -> list[dict[str, Any]]:
@@ -230,7 +252,12 @@ def from_logits(sizes: Sizes) -> list[dict[str, Any]]:
     return lines
 
 
-CASES = {"ragged": ragged, "vocabulary": vocabulary, "logits": from_logits}
+CASES = {
+    "no support": without_support,
+    "ragged": ragged,
+    "vocabulary": vocabulary,
+    "logits": from_logits,
+}
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ def _score(
 ) -> tuple[SupportScores, tuple[Tensor, ...]]:
     """The scores, and for the backward: columns, member_logprobs, capped logits (or nothing)."""
     columns, known, num_ignored = order_support(support_ids, head.vocab_size)
-    logits = project_members(hidden, weight, bias, columns, head.vocab_start)
+    logits = project_members(hidden, weight, bias, columns, known, head.vocab_start)
     if head.group is not None or head.softcap is not None:
         logits = sum_parts(logits)[None]
     if head.group is not None:

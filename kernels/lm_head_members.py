@@ -47,9 +47,15 @@ def widened(x: Tensor) -> Tensor:
 
 
 def project_members_reference(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: Tensor, vocab_start: int
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    columns: Tensor,
+    known: Tensor,
+    vocab_start: int,
 ) -> Tensor:
-    """[S, T, C] logits in parts, here one: 0 where the entry is no member of this shard."""
+    """[S, T, C] logits in parts, here one: 0 where the entry is no member of this shard. ``known``
+    is the status [T] of ``order_support``: of a row without a member nothing is read."""
     rows, here = local_rows(columns, vocab_start, weight.shape[0])
     size = max(_PAIRS_AT_ONCE // max(columns.shape[1], 1), 1)
     chunks = []
@@ -133,6 +139,7 @@ def _project_members_kernel(
     weight_ptr,  # [V, H]
     bias_ptr,  # [V], or None
     columns_ptr,  # [T, C] int32
+    known_ptr,  # [T] uint8: other than 0 where the row has no member
     logits_ptr,  # [S, T, C] float32
     num_tokens,  # T
     width,  # C
@@ -151,10 +158,11 @@ def _project_members_kernel(
     cols = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     in_row = cols < hidden_size
     hidden_ptr += token * stride_hidden * VEC
+    scored = tl.load(known_ptr + token) == 0
     if WHOLE:
-        hidden = tl.load(hidden_ptr + cols).to(tl.float32)
+        hidden = tl.load(hidden_ptr + cols, mask=scored, other=0.0).to(tl.float32)
     else:
-        hidden = tl.load(hidden_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
+        hidden = tl.load(hidden_ptr + cols, mask=scored & in_row, other=0.0).to(tl.float32)
     columns_ptr += token * width
     logits_ptr += (tl.program_id(1).to(tl.int64) * num_tokens + token) * width
     for first in range(0, width, BLOCK_C):
@@ -340,19 +348,24 @@ def slices(hidden_size: int) -> tuple[int, int]:
 
 
 def _project_members_cuda(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: Tensor, vocab_start: int
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    columns: Tensor,
+    known: Tensor,
+    vocab_start: int,
 ) -> Tensor:
     num_tokens, width = columns.shape
     hidden_size = hidden.shape[1]
     if hidden.dtype == torch.float64 or columns.numel() == 0 or hidden_size == 0:
-        return project_members_reference(hidden, weight, bias, columns, vocab_start)
+        return project_members_reference(hidden, weight, bias, columns, known, vocab_start)
     block, num_slices = slices(hidden_size)
     logits = hidden.new_empty((num_slices, num_tokens, width), dtype=torch.float32)
     vec = math.gcd(16 // hidden.itemsize, hidden_size, hidden.stride(0), weight.stride(0))
     _launch_project_members(
         (num_tokens, num_slices),
         (
-            hidden, weight, None if bias is None else bias.contiguous(), columns, logits,
+            hidden, weight, None if bias is None else bias.contiguous(), columns, known, logits,
             num_tokens, width, hidden_size // vec, hidden.stride(0) // vec,
             weight.stride(0) // vec, vocab_start, weight.shape[0],
         ),
@@ -431,7 +444,8 @@ def _add_weight_gradient_cuda(
 
 torch.library.define(
     "packhorse::project_members",
-    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor columns, SymInt vocab_start) -> Tensor",
+    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor columns, Tensor known, SymInt vocab_start)"
+    " -> Tensor",
 )
 torch.library.impl("packhorse::project_members", "CPU", project_members_reference)
 torch.library.impl("packhorse::project_members", "CUDA", _project_members_cuda)
@@ -453,7 +467,7 @@ torch.library.impl("packhorse::add_weight_gradient", "CUDA", _add_weight_gradien
 
 
 @torch.library.register_fake("packhorse::project_members")
-def _project_members_fake(hidden, _weight, _bias, columns, _vocab_start) -> Tensor:
+def _project_members_fake(hidden, _weight, _bias, columns, *_) -> Tensor:
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     plain = hidden.device.type != "cuda" or hidden.dtype == torch.float64
     parts = 1 if plain else slices(hidden.shape[1])[1]

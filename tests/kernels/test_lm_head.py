@@ -380,8 +380,8 @@ def test_operators_pass_opcheck(device):
     ops = torch.ops.packhorse
     columns, known, _ = ops.order_support(ids, 30)
     torch.library.opcheck(ops.order_support.default, (ids, 30))
-    logits = ops.project_members(states, weight, None, columns, 0)
-    torch.library.opcheck(ops.project_members.default, (states, weight, None, columns, 0))
+    logits = ops.project_members(states, weight, None, columns, known, 0)
+    torch.library.opcheck(ops.project_members.default, (states, weight, None, columns, known, 0))
     given = (logits, columns, known, sampled, 0.7)
     torch.library.opcheck(ops.score_members.default, given)
     logprobs, entropy, _, members = ops.score_members(*given)
@@ -441,11 +441,11 @@ def test_logits_of_shards_add_up_to_the_whole_bit_for_bit(device):
     states, weight, ids, _ = draw(*SHAPES[0], dtype=F32, device=device, seed=6)
     ops = torch.ops.packhorse
     vocab = weight.shape[0]
-    columns, _, _ = ops.order_support(ids, vocab)
+    columns, known, _ = ops.order_support(ids, vocab)
     cuts = [0, vocab // 3, vocab // 3 + 1, vocab]
     shards = [(weight[a:b].contiguous(), a) for a, b in pairwise(cuts)]
-    whole = ops.project_members(states, weight, None, columns, 0).sum(0)
-    parts = [ops.project_members(states, w, None, columns, a).sum(0) for w, a in shards]
+    whole = ops.project_members(states, weight, None, columns, known, 0).sum(0)
+    parts = [ops.project_members(states, w, None, columns, known, a).sum(0) for w, a in shards]
     assert torch.equal(sum(parts), whole)
     grads = torch.randn(columns.shape, device=device).masked_fill(columns < 0, 0)
     out = torch.zeros(weight.shape, device=device)
