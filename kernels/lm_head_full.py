@@ -21,6 +21,7 @@ Sizes: T tokens, H hidden size, V vocabulary rows of this rank.
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -54,6 +55,14 @@ class VocabularyScores(NamedTuple):
 
     logprobs: Tensor  # [T] float32 (float64 for float64 hidden states), differentiable
     entropy: Tensor  # [T] as logprobs, nats, differentiable
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Products stay in the dtypes that they were given in, whatever the trainer's autocast says."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 # --- tiles ----------------------------------------------------------------------------------------
@@ -169,54 +178,61 @@ class _FullVocabularyLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
-        hidden, weight, bias, sampled_ids, temperatures, entropy, log_sum = ctx.saved_tensors
-        head: Head = ctx.head
-        has_target = sampled_ids >= 0
-        outside = sampled_ids >= head.vocab_size
-        g = torch.where(has_target, grad_logprobs, 0.0).masked_fill(outside, float("nan"))
-        e = torch.where(has_target, grad_entropy, 0.0)
-        # 0 times what such a row holds would be NaN where it is
-        hidden = torch.where(has_target[:, None], hidden, 0.0)
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        grad_hidden = grad_weight = grad_bias = out = None
-        if wants_hidden:
-            grad_hidden = torch.zeros_like(hidden, dtype=g.dtype)
-        if wants_weight:
-            out, grad_weight = head.weight_gradient(weight)
-        if wants_bias:
-            grad_bias = torch.zeros_like(bias, dtype=g.dtype)
-        is_narrow = hidden.is_cuda and hidden.dtype == torch.bfloat16
-        dtype = torch.bfloat16 if is_narrow else g.dtype
-        temperature, temperatures = head.operand(temperatures, g)
-        in_place = out is not None and _adds_in_place(out, dtype)
-        row_size = 1 if out is None or in_place else weight.shape[1]
-        for ids, of_tokens in _tiles(hidden.shape[0], _num_ids(weight, head), row_size):
-            rows, biases = weight[ids], None if bias is None else bias[ids]
-            sums = None
-            for t in of_tokens:
-                grads = grad_vocabulary_tile(
-                    _product(hidden[t], rows.T), sampled_ids[t], g[t], e[t], entropy[t], log_sum[t],
-                    head.vocab_start + ids.start, dtype, biases, head.softcap, temperature,
-                    None if temperatures is None else temperatures[t],
-                )  # fmt: skip
-                if grad_bias is not None:
-                    grad_bias[ids] += grads.sum(0, dtype=g.dtype)
-                if grad_hidden is not None:
-                    _add_product(grad_hidden[t], grads, rows.to(dtype))
-                if out is not None and in_place:
-                    _add_product(out[ids], grads.T, hidden[t].to(dtype))
-                elif out is not None and sums is not None:
-                    _add_product(sums, grads.T, hidden[t].to(dtype))
-                elif out is not None:
-                    sums = _product(grads.T, hidden[t].to(dtype))
-                del grads  # the next tile takes its memory, which the L2 cache still holds
-            if out is not None and sums is not None:
-                out[ids] += sums.to(out.dtype)
-        if grad_hidden is not None:
-            grad_hidden = head.sum_over_group(grad_hidden.to(hidden.dtype))
-        if grad_bias is not None:
-            grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        with without_autocast(grad_logprobs):
+            return _gradients(ctx, grad_logprobs, grad_entropy)
+
+
+def _gradients(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
+    hidden, weight, bias, sampled_ids, temperatures, entropy, log_sum = ctx.saved_tensors
+    head: Head = ctx.head
+    # a score without a gradient is that of a row without a target: 0 times what it holds would
+    # be NaN where that is
+    wanted = (sampled_ids >= 0) & ((grad_logprobs != 0) | (grad_entropy != 0))
+    outside = sampled_ids >= head.vocab_size
+    g = torch.where(wanted, grad_logprobs.masked_fill(outside, float("nan")), 0.0)
+    e = torch.where(wanted, grad_entropy, 0.0)
+    sampled_ids = torch.where(wanted, sampled_ids, -1)
+    hidden = torch.where(wanted[:, None], hidden, 0.0)
+    wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+    grad_hidden = grad_weight = grad_bias = out = None
+    if wants_hidden:
+        grad_hidden = torch.zeros_like(hidden, dtype=g.dtype)
+    if wants_weight:
+        out, grad_weight = head.weight_gradient(weight)
+    if wants_bias:
+        grad_bias = torch.zeros_like(bias, dtype=g.dtype)
+    is_narrow = hidden.is_cuda and hidden.dtype == torch.bfloat16
+    dtype = torch.bfloat16 if is_narrow else g.dtype
+    temperature, temperatures = head.operand(temperatures, g)
+    in_place = out is not None and _adds_in_place(out, dtype)
+    row_size = 1 if out is None or in_place else weight.shape[1]
+    for ids, of_tokens in _tiles(hidden.shape[0], _num_ids(weight, head), row_size):
+        rows, biases = weight[ids], None if bias is None else bias[ids]
+        sums = None
+        for t in of_tokens:
+            grads = grad_vocabulary_tile(
+                _product(hidden[t], rows.T), sampled_ids[t], g[t], e[t], entropy[t], log_sum[t],
+                head.vocab_start + ids.start, dtype, biases, head.softcap, temperature,
+                None if temperatures is None else temperatures[t],
+            )  # fmt: skip
+            if grad_bias is not None:
+                grad_bias[ids] += grads.sum(0, dtype=g.dtype)
+            if grad_hidden is not None:
+                _add_product(grad_hidden[t], grads, rows.to(dtype))
+            if out is not None and in_place:
+                _add_product(out[ids], grads.T, hidden[t].to(dtype))
+            elif out is not None and sums is not None:
+                _add_product(sums, grads.T, hidden[t].to(dtype))
+            elif out is not None:
+                sums = _product(grads.T, hidden[t].to(dtype))
+            del grads  # the next tile takes its memory, which the L2 cache still holds
+        if out is not None and sums is not None:
+            out[ids] += sums.to(out.dtype)
+    if grad_hidden is not None:
+        grad_hidden = head.sum_over_group(grad_hidden.to(hidden.dtype))
+    if grad_bias is not None:
+        grad_bias = grad_bias.to(bias.dtype)
+    return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
 # --- public API -----------------------------------------------------------------------------------
@@ -278,6 +294,7 @@ def full_vocabulary_logprobs(
         reduce_hidden_grad=reduce_hidden_grad,
     )
     arguments = unit_rows(hidden), unit_rows(weight), bias, sampled_ids, temperatures, head
-    if wants_gradients(hidden, weight, bias):
-        return VocabularyScores(*_FullVocabularyLogprobs.apply(*arguments))
-    return VocabularyScores(*_score(*arguments)[:2])
+    with without_autocast(hidden):
+        if wants_gradients(hidden, weight, bias):
+            return VocabularyScores(*_FullVocabularyLogprobs.apply(*arguments))
+        return VocabularyScores(*_score(*arguments)[:2])

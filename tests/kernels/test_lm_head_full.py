@@ -12,7 +12,7 @@ from packhorse.kernels.lm_head_full import full_vocabulary_logprobs
 from packhorse.testing import assert_within_budget
 from tests.conftest import INTERPRET
 
-pytestmark = pytest.mark.skipif(INTERPRET, reason="plain torch: the interpreter changes nothing")
+pytestmark = pytest.mark.skipif(INTERPRET, reason="test_vocabulary_tiles.py runs the kernels in it")
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 NUM_TOKENS, HIDDEN_SIZE, VOCAB = 37, 24, 90
@@ -170,6 +170,36 @@ def test_rows_without_a_target_may_hold_anything_and_faults_show(device):
     assert scores.entropy[[1, 2]].isfinite().all()  # an id of probability 0 adds nothing
     (5 * scores.entropy[4:].sum() + scores.logprobs[4:].sum()).backward()
     assert leaf.grad[4:].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_autocast_changes_no_product(dtype, device):
+    """A trainer's autocast would make the products of float32 states bfloat16."""
+    hidden, weight, bias, sampled = draw(dtype, device)
+    weights = torch.randn(2, NUM_TOKENS, generator=torch.Generator().manual_seed(1)).to(device)
+    given = {"sampled_ids": sampled}
+
+    def score(hidden, weight, bias, **given):
+        return full_vocabulary_logprobs(hidden, weight, bias=bias, **given)
+
+    plain = with_gradients(score, hidden, weight, bias, weights, **given)
+    with torch.autocast(device, dtype=BF16):
+        inside = with_gradients(score, hidden, weight, bias, weights, **given)
+    assert all(torch.equal(a, b) for a, b in zip(plain, inside, strict=True))
+
+
+@pytest.mark.parametrize("temperature", [0.0, NAN])
+def test_the_temperature_of_a_row_without_a_target_may_be_anything(temperature, device):
+    hidden, weight, bias, sampled = draw(F32, device)
+    inputs = leaves(hidden, weight, bias)
+    temperatures = torch.full((NUM_TOKENS,), 0.7, device=device)
+    temperatures[sampled < 0] = temperature
+    scores = full_vocabulary_logprobs(
+        *inputs[:2], sampled, bias=inputs[2], temperature=temperatures
+    )
+    (scores.logprobs + scores.entropy).sum().backward()
+    assert all(x.isfinite().all() for x in (*scores, *(leaf.grad for leaf in inputs)))
+    assert inputs[1].grad.any()
 
 
 def test_a_spread_past_float32_has_a_finite_entropy(device):

@@ -302,7 +302,7 @@ def test_policy_and_reference_score_by_the_same_call(device):
         assert not other.logprobs.requires_grad
 
 
-@pytest.mark.parametrize("support", [True], ids=["support"])
+@pytest.mark.parametrize("support", [True, False], ids=["support", "vocabulary"])
 def test_nan_at_a_scored_token_that_the_loss_masks_is_part_of_no_gradient(support, device):
     case = HeadCase("thd", device)
     with torch.no_grad():
