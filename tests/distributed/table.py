@@ -166,8 +166,8 @@ def versions(case: Case) -> tuple[str, ...]:
 
 
 def shown_on_nccl(case: Case) -> bool:
-    """Whether ``make gpu-multi`` has run it: two GPUs were at hand, and "thd" is still to come."""
-    return case.name in NCCL_CASES and case.world <= 2 and case.format == "bshd"
+    """Whether ``make gpu-multi`` has run it: two GPUs were at hand."""
+    return case.name in NCCL_CASES and case.world <= 2
 
 
 def setup(case: Case) -> str:
