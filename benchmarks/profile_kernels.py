@@ -21,11 +21,18 @@ from typing import Any
 
 import torch
 import triton
+from bench_support import row_widths
 from harness import DRY, Case, Cases, Setting, environment
 from lm_head_scoring import draw_ids
 from torch import Tensor
 
-from packhorse import full_vocabulary_logprobs, gather_routes, lm_head_support_logprobs
+from packhorse import (
+    full_vocabulary_logprobs,
+    gather_routes,
+    lm_head_ragged_support_logprobs,
+    lm_head_support_logprobs,
+    support_logprobs,
+)
 
 #: (script, case) of the benchmarks
 PROFILED = (
@@ -84,7 +91,9 @@ def cases(setting: Setting) -> Cases:
         **found,
         "routes: 32 of 2k-8k, 26x6 uint8 -> int32": six_experts(setting),
         "scoring: 8k x 2048, V 151,936, C 20, forward and backward": scoring(setting),
+        "scoring: 8k x 2048, ragged, mean 8, forward and backward": ragged_scoring(setting),
         "scoring: 512 x 2048, all of V 151,936, forward and backward": vocabulary(setting),
+        "scoring: logits 2k x 151,936, C 20, forward and backward": from_logits(setting),
     }
 
 
@@ -134,6 +143,69 @@ def scoring(setting: Setting) -> Callable[[], Case]:
         return Case(
             tokens=num_tokens,
             bytes_moved=distinct * row_bytes + num_tokens * hidden_size * 2 * 3,
+            providers={"packhorse": ours},
+            expected=ours,
+        )
+
+    return build
+
+
+def ragged_scoring(setting: Setting) -> Callable[[], Case]:
+    """Scores over rows of different widths, one of them of thousands, with both gradients."""
+
+    def build() -> Case:
+        num_tokens, hidden_size = setting.size(8192), 2048
+        vocab = max(setting.size(151936), 64)
+        device, dtype = setting.device, torch.bfloat16
+        hidden = torch.randn(num_tokens, hidden_size, device=device).to(dtype).requires_grad_()
+        weight = torch.randn(vocab, hidden_size, device=device).to(dtype).requires_grad_()
+        widths = row_widths(num_tokens, vocab)
+        widths[0] = min(2000, vocab)
+        count = int(widths.sum())
+        ids = draw_ids(-(-count // 64), vocab, 64, 1.0, device).flatten()[:count].contiguous()
+        offsets = torch.cat([widths.new_zeros(1), widths.cumsum(0)]).to(device)
+        row_ids = torch.arange(num_tokens, device=device)
+        sampled = ids[offsets[:-1]].long()
+        main_grad = torch.zeros(weight.shape, device=device)
+
+        def ours(_: int) -> tuple[Tensor, ...]:
+            scores = lm_head_ragged_support_logprobs(
+                hidden, weight, ids, offsets, row_ids, sampled, widths=widths.numpy(),
+                main_grad=main_grad,
+            )  # fmt: skip
+            return torch.autograd.grad(scores.logprobs.sum(), hidden)
+
+        row_bytes = hidden_size * (2 * 2 + 2 * 4)
+        return Case(
+            tokens=num_tokens,
+            bytes_moved=int(ids.unique().numel()) * row_bytes + num_tokens * hidden_size * 2 * 3,
+            providers={"packhorse": ours},
+            expected=ours,
+        )
+
+    return build
+
+
+def from_logits(setting: Setting) -> Callable[[], Case]:
+    """Scores over the support from logits, with their gradient."""
+
+    def build() -> Case:
+        num_tokens, width = setting.size(2048), 20
+        vocab = max(setting.size(151936), width)
+        logits = torch.randn(num_tokens, vocab, device=setting.device).to(torch.bfloat16)
+        logits.requires_grad_()
+        ids = draw_ids(num_tokens, vocab, width, 1.0, setting.device)
+        sampled = ids[:, 0].long()
+
+        def ours(_: int) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(
+                support_logprobs(logits, ids, sampled).logprobs.sum(), logits
+            )
+
+        # a sector of 32 bytes a member, and the gradient
+        return Case(
+            tokens=num_tokens,
+            bytes_moved=num_tokens * (width * 32 + vocab * 2),
             providers={"packhorse": ours},
             expected=ours,
         )
