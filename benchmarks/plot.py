@@ -5,16 +5,19 @@
 time_against_tokens.svg   bench_sweep: the kernels in a CUDA graph, the calls from host lengths, the
                           torch loop, and the copy floor
 asked.svg                 each job's worst case, measured over asked: up to 1 is reached
+scoring.svg               lm_head_scoring: scores over the support from hidden states, beside the
+                          same products in chunks of torch and beside full logits
 """
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 from asked import JOBS, figure
-from results import RESULTS, Line, newest_set, read_lines, verdicts
+from results import RESULTS, Line, newest_commit, newest_set, read_lines, verdicts
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
@@ -27,6 +30,11 @@ _CURVES = {
     ("packhorse", "wall_us"): ("call from host lengths, wall", "#8172b3"),
     ("kernel", "graph_us"): ("kernel, CUDA graph", "#4c72b0"),
     ("kernels", "graph_us"): ("kernels, CUDA graph", "#4c72b0"),
+}
+_SCORERS = {
+    "logits": ("full logits, torch", "#c44e52"),
+    "chunked": ("the pairs' products in chunks, torch", "#8172b3"),
+    "packhorse": ("lm_head_support_logprobs", "#4c72b0"),
 }
 _PANELS = {"routes": "routes, 48 layers x 8, uint8 to int32", "row ids": "row ids"}
 
@@ -97,6 +105,35 @@ def draw_asked(lines: Sequence[Line], path: Path) -> None:
     _save(drawn, path)
 
 
+def draw_scoring(lines: Sequence[Line], path: Path) -> None:
+    """Raises ValueError where there is no line."""
+    commit = newest_commit(lines)
+    lines = [line for line in lines if line["commit"] == commit]
+    times = {(line["case"], line["provider"]): line for line in lines}
+    cases = list(dict.fromkeys(line["case"] for line in lines))
+    drawn, panels = plt.subplots(1, 2, figsize=(9, 0.75 * len(cases) + 1), sharey=True)
+    for panel, kind in zip(panels, ("forward", "both"), strict=True):
+        for k, (provider, (label, colour)) in enumerate(_SCORERS.items()):
+            rows = [row for row, case in enumerate(cases) if (case, provider) in times]
+            widths = [times[cases[row], provider][f"{kind}_ms"] for row in rows]
+            places = [row + 0.27 * (k - 1) for row in rows]
+            panel.barh(places, widths, height=0.25, color=colour, label=label)
+            for place, width in zip(places, widths, strict=True):
+                panel.text(width, place, f" {width:.3g}", va="center", fontsize=7)
+        panel.set(xscale="log", xlabel="ms", title={"both": "forward and backward"}.get(kind, kind))
+        panel.set_xlim(right=3 * panel.get_xlim()[1])
+        panel.grid(axis="y", visible=False)
+    panels[0].set_yticks(range(len(cases)), cases, fontsize=8)
+    panels[0].invert_yaxis()
+    handles, labels = panels[0].get_legend_handles_labels()
+    drawn.legend(
+        handles, labels, ncols=3, loc="lower center", bbox_to_anchor=(0.5, -0.06), fontsize=8
+    )
+    drawn.suptitle(f"{lines[0]['gpu']}, at {commit}, bf16", fontsize=9)
+    drawn.tight_layout()
+    _save(drawn, path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw the result lines of the newest commit.")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
@@ -108,6 +145,11 @@ def main() -> None:
     for draw, name in ((draw_sweep, "time_against_tokens.svg"), (draw_asked, "asked.svg")):
         draw(lines, args.out / name)
         print(args.out / name)
+    scored = args.results / "lm_head_scoring.jsonl"
+    if scored.exists():
+        lines = [json.loads(text) for text in scored.read_text(encoding="utf-8").splitlines()]
+        draw_scoring(lines, args.out / "scoring.svg")
+        print(args.out / "scoring.svg")
 
 
 if __name__ == "__main__":

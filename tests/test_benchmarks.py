@@ -303,10 +303,20 @@ def test_the_pictures_are_drawn_from_lines(tmp_path):
                 line |= {"case": f"{case}, {tokens}", "tokens": tokens, "floor_us": tokens / 4e3}
                 sweep.append(line | {"provider": provider or line["provider"]})
     write_lines(results, "bench_sweep", sweep)
+    shape = {"case": "8k, C 20", "gpu": "a GPU", "commit": "0123abc", "date": "2026-01-02"}
+    scored = [
+        {**shape, "provider": provider, "forward_ms": ms, "both_ms": 3 * ms}
+        for provider, ms in (("packhorse", 0.0871), ("chunked", 1.37), ("logits", 7.41))
+    ]
+    older = {**scored[0], "commit": "9999fff", "date": "2026-01-01", "forward_ms": 55.5}
+    write_lines(results, "lm_head_scoring", [older, *scored])
     command = [sys.executable, str(BENCHMARKS / "plot.py"), "--results", str(results)]
     subprocess.run([*command, "--out", str(images)], check=True, capture_output=True)
     drawn = {path.name: path.read_text(encoding="utf-8") for path in images.iterdir()}
-    assert set(drawn) == {"time_against_tokens.svg", "asked.svg"}
+    assert set(drawn) == {"time_against_tokens.svg", "asked.svg", "scoring.svg"}
+    for label in ("8k, C 20", "full logits, torch", "0.0871", "22.2", "at 0123abc"):
+        assert label in drawn["scoring.svg"]
+    assert "55.5" not in drawn["scoring.svg"]
     for label in ("torch loop, wall", "kernels, CUDA graph", "copy floor", "at 0123abc"):
         assert label in drawn["time_against_tokens.svg"]
     assert "gather_routes, 182k tokens" in drawn["asked.svg"]
