@@ -422,6 +422,16 @@ GPU_CASES = {
     for case in (
         Case("gpu-ep2-full", ep=2, recompute="full", dummy="spread", timeout_s=300),
         Case("gpu-tp2-sp-full", tp=2, recompute="full", timeout_s=300),
+        Case("gpu-ep4-full", world=4, ep=4, recompute="full", dummy="spread", timeout_s=300),
+        Case(
+            "gpu-cp2-tp2-thd-full",
+            world=4,
+            cp=2,
+            tp=2,
+            format="thd",
+            recompute="full",
+            timeout_s=300,
+        ),
         Case("gpu-one-rank-full", world=1, recompute="full", timeout_s=300),
         Case("gpu-one-rank-moe", world=1, recompute="moe", dummy="spread", timeout_s=300),
         Case("gpu-one-rank-bf16-full", world=1, dtype="bf16", recompute="full", timeout_s=300),

@@ -1,4 +1,4 @@
-"""Replay on one GPU: one rank, and two that share it over gloo, which takes tensors of a GPU.
+"""Replay on one GPU: one rank, and two or four that share it over gloo, which takes its tensors.
 
 Everything is compared as in ``test_distributed.py``, with one rank's training on the same GPU. NCCL
 does not give one GPU to two ranks, and gloo cannot send from one (PP): those stay on the CPU. Of
