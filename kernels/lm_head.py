@@ -12,7 +12,7 @@ Over a vocabulary that is sharded, each rank makes the logits of its own members
 others, and one all-reduce of [T, C] adds them up: an exact sum, so the scores are those of one
 rank, bit for bit, on each of them. It has a fixed shape, and a shard without members takes part.
 
-Sizes: T tokens, C candidates a row, H hidden size, V vocabulary rows of this rank.
+Sizes: T tokens, N rows, C candidates a row, H hidden size, V vocabulary rows of this rank.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ from packhorse.kernels.lm_head_members import (
     project_members,
 )
 from packhorse.kernels.members import grad_members, order_support, score_members, sum_parts
-from packhorse.kernels.support import SUPPORT_DTYPES, SupportScores, wants_gradients
+from packhorse.kernels.support import SupportScores, check_support, wants_gradients
 
 _NAME = "lm_head_support_logprobs"
 
@@ -43,9 +43,10 @@ def _score(
     sampled_ids: Tensor,
     temperatures: Tensor | None,  # [T], in place of the head's one
     head: Head,
+    row_ids: Tensor | None,
 ) -> tuple[SupportScores, tuple[Tensor, ...]]:
     """The scores, and for the backward: columns, member_logprobs, capped logits (or nothing)."""
-    columns, known, num_ignored = order_support(support_ids, head.vocab_size)
+    columns, known, num_ignored = order_support(support_ids, head.vocab_size, row_ids)
     logits = project_members(hidden, weight, bias, columns, known, head.vocab_start)
     if head.group is not None or head.softcap is not None:
         logits = sum_parts(logits)[None]
@@ -64,8 +65,10 @@ def _score(
 
 class _LmHeadSupportLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, support_ids, sampled_ids, temperatures, head):
-        scores, kept = _score(hidden, weight, bias, support_ids, sampled_ids, temperatures, head)
+    def forward(ctx, hidden, weight, bias, support_ids, sampled_ids, temperatures, head, row_ids):
+        scores, kept = _score(
+            hidden, weight, bias, support_ids, sampled_ids, temperatures, head, row_ids
+        )
         ctx.save_for_backward(hidden, weight, sampled_ids, temperatures, scores.entropy, *kept)
         ctx.head, ctx.bias_dtype = head, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(scores.status, scores.num_ignored)
@@ -101,7 +104,7 @@ class _LmHeadSupportLogprobs(torch.autograd.Function):
                 grads, hidden, weight, pairs, columns.shape[1],
                 wants_weight=wants_weight, bias_dtype=ctx.bias_dtype if wants_bias else None,
             )  # fmt: skip
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, *(None,) * 5
 
 
 # --- public API -----------------------------------------------------------------------------------
@@ -114,6 +117,7 @@ def lm_head_support_logprobs(
     support_ids: Tensor,
     sampled_ids: Tensor,
     *,
+    row_ids: Tensor | None = None,
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
@@ -130,8 +134,9 @@ def lm_head_support_logprobs(
             that predicts ``sampled_ids[t]``.
         weight: [V, H] of its dtype: the LM head (or the tied embedding), or this rank's shard.
         support_ids: [T, C] int32 or int64, ids of the whole vocabulary, as for
-            ``support_logprobs``.
+            ``support_logprobs``; with ``row_ids`` [N, C], packed rows.
         sampled_ids: [T] int64.
+        row_ids: [T] int64, as for ``support_logprobs``: the row of ``support_ids`` of each token.
         bias: [V] of the LM head.
         temperature: the rollout's, finite and > 0, or one a token, [T] float32 (float64 for
             float64 hidden states; its values are not read for a check, and it gets no gradient).
@@ -156,8 +161,8 @@ def lm_head_support_logprobs(
     Raises:
         TypeError: an argument is no tensor or number where it must be, or a dtype is unsupported.
         ValueError: a shape, device, number or stride does not fit; temperatures or ``main_grad``
-            want a gradient; this rank is not in ``group``. Ids are not read: ``status`` reports
-            them.
+            want a gradient; this rank is not in ``group``; a row id on the CPU is out of range.
+            Token ids are not read: ``status`` reports them.
         NotImplementedError, RuntimeError: of torch, in forward mode or under ``torch.func``.
     """
     head, temperatures = check_head(
@@ -174,26 +179,12 @@ def lm_head_support_logprobs(
         group=group,
         reduce_hidden_grad=reduce_hidden_grad,
     )
-    _check_support(hidden, support_ids)
+    check_support(_NAME, "hidden", hidden, support_ids, row_ids)
+    num_cells = hidden.shape[0] * support_ids.shape[1]
+    if num_cells >= 2**31:
+        raise ValueError(f"{_NAME}: {num_cells} candidates of all tokens do not fit int32")
     inputs = unit_rows(hidden), unit_rows(weight), bias
-    arguments = *inputs, support_ids, sampled_ids, temperatures, head
+    arguments = *inputs, support_ids, sampled_ids, temperatures, head, row_ids
     if wants_gradients(hidden, weight, bias):
         return SupportScores(*_LmHeadSupportLogprobs.apply(*arguments))
     return _score(*arguments)[0]
-
-
-def _check_support(hidden: Tensor, support_ids: Tensor) -> None:
-    if not isinstance(support_ids, Tensor):
-        given = type(support_ids).__name__
-        raise TypeError(f"{_NAME}: support_ids must be a tensor, got {given}")
-    if support_ids.dtype not in SUPPORT_DTYPES:
-        raise TypeError(f"{_NAME}: support_ids must be int32 or int64, got {support_ids.dtype}")
-    if support_ids.dim() != 2 or support_ids.shape[0] != hidden.shape[0]:
-        raise ValueError(
-            f"{_NAME}: support_ids must be [T, C] with T = {hidden.shape[0]}, got"
-            f" {tuple(support_ids.shape)}"
-        )
-    if support_ids.numel() >= 2**31:
-        raise ValueError(f"{_NAME}: {support_ids.numel()} entries of support_ids do not fit int32")
-    if support_ids.device != hidden.device:
-        raise ValueError(f"{_NAME}: support_ids on {support_ids.device}, hidden on {hidden.device}")

@@ -1,6 +1,7 @@
 """Members of a support row: which ids they are, their scores, the gradients of their logits.
 
     order_support  [T, C] ids          -> the distinct ids in [0, V) in ascending order, -1 between
+                   [N, C], row ids [T]    the same of row ``row_ids[t]``; -1: it has none
     score_members  [S, T, C] logits    -> logprob of the sampled id, entropy, every logprob
     grad_members   gradients of both   -> gradient of each member's logit
 
@@ -20,8 +21,8 @@ The status of a row is the first that holds:
 The temperature is one number, or with ``temperatures`` one a token: a compiler, which would compile
 anew for each number that an operator is given, gets it as a tensor too.
 
-Sizes: T tokens, C candidates a row, V vocabulary. Contract: a logit of an entry that is -1 in
-``columns`` is read but is never part of a result.
+Sizes: T tokens, N rows, C candidates a row, V vocabulary. Contract: a logit of an entry that is -1
+in ``columns`` is read but is never part of a result.
 """
 
 from typing import Final
@@ -32,6 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from packhorse.kernels.launch import Launcher, called_directly, kernel_name
+from packhorse.kernels.rows import _gather_rows_op
 from packhorse.packed.sentinels import NO_CANDIDATE
 
 #: ``status[t]``: row t was scored.
@@ -52,8 +54,14 @@ MAX_SORTED: Final = 4096
 # --- reference: the specification, and what CPU tensors run ---------------------------------------
 
 
-def order_support_reference(support_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def order_support_reference(
+    support_ids: Tensor,  # [T, C], or with row ids [N, C]
+    vocab_size: int,
+    row_ids: Tensor | None = None,  # [T] int64: the row of each token, -1: it has none
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns columns [T, C] int32, status [T] uint8 (the first two or OK), num_ignored [T]."""
+    if row_ids is not None:
+        support_ids = _gather_rows_op(support_ids, row_ids.contiguous(), NO_CANDIDATE)
     num_tokens = support_ids.shape[0]
     if support_ids.shape[1] == 0:
         return (
@@ -148,6 +156,17 @@ def grad_members_reference(
 
 
 @triton.jit
+def cells_of_rows(row_ids_ptr, token, in_batch, c, width):
+    """Cells of the tokens' rows, and which are some: none where a token has no row."""
+    row = token.to(tl.int64)
+    if row_ids_ptr is not None:
+        row = tl.load(row_ids_ptr + token, mask=in_batch, other=-1)
+    return row[:, None] * width + c[None, :], (in_batch & (row >= 0))[:, None] & (c < width)[
+        None, :
+    ]
+
+
+@triton.jit
 def ordered_ids(ids_ptr, cells, inside, c, vocab_size, BLOCK_C: tl.constexpr):
     """Ids of a tile's rows, pads first and then ascending; which are members; how many of each."""
     pad: tl.constexpr = -2147483648  # sorts before every id, which is at least one more
@@ -196,7 +215,8 @@ def scored_tile(z, columns, known, sampled_id, scale):
     do_not_specialize=["num_tokens", "width", "vocab_size"],
 )
 def _order_support_kernel(
-    ids_ptr,  # [T, C]
+    ids_ptr,  # [T, C], or with row ids [N, C]
+    row_ids_ptr,  # [T] int64, or None: row t is of token t
     columns_ptr,  # [T, C] int32
     status_ptr,  # [T] uint8
     ignored_ptr,  # [T] int32
@@ -210,9 +230,9 @@ def _order_support_kernel(
     known = token < num_tokens
     c = tl.arange(0, BLOCK_C)
     cells = token.to(tl.int64)[:, None] * width + c[None, :]
-    inside = known[:, None] & (c < width)[None, :]
+    source, named = cells_of_rows(row_ids_ptr, token, known, c, width)
     ids, member, num_named, num_members = ordered_ids(
-        ids_ptr, cells, inside, c, vocab_size, BLOCK_C
+        ids_ptr, source, named, c, vocab_size, BLOCK_C
     )
     # 1: missing, 2: invalid
     status = tl.where(num_named == 0, 1, tl.where(num_members == 0, 2, 0))
@@ -336,20 +356,26 @@ def row_tile(width: int) -> tuple[int, int, int]:
     return num_warps, min(max(256 // block_c, 1), 8), block_c
 
 
-def _order_support_cuda(support_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    num_tokens, width = support_ids.shape
-    if width > MAX_SORTED or support_ids.numel() == 0:
-        return order_support_reference(support_ids, vocab_size)
+def _order_support_cuda(
+    support_ids: Tensor, vocab_size: int, row_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_rows, width = support_ids.shape
+    num_tokens = num_rows if row_ids is None else row_ids.shape[0]
+    if width > MAX_SORTED or num_tokens * width == 0:
+        return order_support_reference(support_ids, vocab_size, row_ids)
     columns = support_ids.new_empty((num_tokens, width), dtype=torch.int32)
     status = support_ids.new_empty((num_tokens,), dtype=torch.uint8)
     ignored = support_ids.new_empty((num_tokens,), dtype=torch.int32)
     num_warps, block_t, block_c = row_tile(width)
     _launch_order_support(
         (-(-num_tokens // block_t),),
-        (support_ids.contiguous(), columns, status, ignored, num_tokens, width, vocab_size),
+        (
+            support_ids.contiguous(), None if row_ids is None else row_ids.contiguous(), columns,
+            status, ignored, num_tokens, width, vocab_size,
+        ),
         (block_t, block_c),
         num_warps,
-    )
+    )  # fmt: skip
     return columns, status, ignored
 
 
@@ -401,7 +427,7 @@ def _grad_members_cuda(
 
 torch.library.define(
     "packhorse::order_support",
-    "(Tensor support_ids, SymInt vocab_size) -> (Tensor, Tensor, Tensor)",
+    "(Tensor support_ids, SymInt vocab_size, Tensor? row_ids=None) -> (Tensor, Tensor, Tensor)",
 )
 torch.library.impl("packhorse::order_support", "CPU", order_support_reference)
 torch.library.impl("packhorse::order_support", "CUDA", _order_support_cuda)
@@ -424,10 +450,10 @@ torch.library.impl("packhorse::grad_members", "CUDA", _grad_members_cuda)
 
 
 @torch.library.register_fake("packhorse::order_support")
-def _order_support_fake(support_ids, _vocab_size) -> tuple[Tensor, Tensor, Tensor]:
-    num_tokens = support_ids.shape[0]
+def _order_support_fake(support_ids, _vocab_size, row_ids=None) -> tuple[Tensor, Tensor, Tensor]:
+    num_tokens = (support_ids if row_ids is None else row_ids).shape[0]
     return (
-        torch.empty_like(support_ids, dtype=torch.int32, memory_format=torch.contiguous_format),
+        support_ids.new_empty((num_tokens, support_ids.shape[1]), dtype=torch.int32),
         support_ids.new_empty((num_tokens,), dtype=torch.uint8),
         support_ids.new_empty((num_tokens,), dtype=torch.int32),
     )

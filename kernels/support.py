@@ -34,7 +34,7 @@ Over a vocabulary that is sharded each rank reads the logits of its own members 
 others, and one all-reduce of [T, C] adds them up: an exact sum, of a fixed shape, on shards without
 a member too.
 
-Sizes: T tokens, V vocabulary, C candidates a row.
+Sizes: T tokens, N rows, V vocabulary, C candidates a row.
 """
 
 from typing import Any, Final, NamedTuple
@@ -56,6 +56,7 @@ from packhorse.kernels.members import (
     order_support,
     score_members,
 )
+from packhorse.kernels.rows import check_row_range, check_tensors, checks_values
 from packhorse.kernels.support_logits import put_logit_grads, score_logits
 
 __all__ = [
@@ -93,7 +94,7 @@ def _scale(x: Tensor, temperature: float) -> Tensor:
     return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32) / temperature
 
 
-class _Shard(NamedTuple):
+class Shard(NamedTuple):
     """Which columns of a sharded vocabulary the logits hold."""
 
     start: int  # id of the first
@@ -112,7 +113,8 @@ def _score_logits(
     sampled_ids: Tensor,
     temperature: float,
     vocab_size: int | None,
-    shard: _Shard | None,
+    shard: Shard | None,
+    row_ids: Tensor | None,
 ) -> tuple[SupportScores, Tensor, Tensor]:
     """Returns the scores, and for the backward: columns [T, C] int32, member_logprobs [T, C]."""
     vocab_size = logits.shape[1] if vocab_size is None else vocab_size
@@ -120,10 +122,10 @@ def _score_logits(
         wide = logits.dtype if logits.dtype == torch.float64 else torch.float32
         *row, columns, member_logprobs = score_logits(
             logits, support_ids, sampled_ids, vocab_size,
-            *as_operand(temperature, logits, wide),
+            *as_operand(temperature, logits, wide), row_ids,
         )  # fmt: skip
         return SupportScores(*row), columns, member_logprobs
-    columns, known, num_ignored = order_support(support_ids, vocab_size)
+    columns, known, num_ignored = order_support(support_ids, vocab_size, row_ids)
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     local, here = shard.local(columns, logits.shape[1])
     members = torch.where(here, logits.gather(1, local.long()).to(wide), 0.0)
@@ -137,7 +139,7 @@ def _score_logits(
 def as_operand(
     temperature: float, like: Tensor, dtype: torch.dtype | None = None
 ) -> tuple[float, Tensor | None]:
-    """``temperature`` and ``temperatures`` for an operator; of ``like`` [T, C] the dtype."""
+    """``temperature`` and ``temperatures`` for an operator; of ``like`` [T, ...] the dtype."""
     if torch.compiler.is_compiling():
         return 1.0, like.new_ones((like.shape[0],), dtype=dtype) * temperature
     return temperature, None
@@ -212,9 +214,11 @@ def _row_chunks(x: Tensor, num_columns: int | None = None) -> tuple[Tensor, ...]
 
 class _SupportLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, support_ids, sampled_ids, temperature, vocab_size, shard, overwrite):
+    def forward(
+        ctx, logits, support_ids, sampled_ids, temperature, vocab_size, shard, row_ids, overwrite
+    ):
         scores, columns, member_logprobs = _score_logits(
-            logits, support_ids, sampled_ids, temperature, vocab_size, shard
+            logits, support_ids, sampled_ids, temperature, vocab_size, shard, row_ids
         )
         overwritten = (logits,) if overwrite else ()
         ctx.save_for_backward(columns, member_logprobs, scores.entropy, sampled_ids, *overwritten)
@@ -228,12 +232,12 @@ class _SupportLogprobs(torch.autograd.Function):
     def backward(ctx, grad_logprobs, grad_entropy, _grad_status, _grad_num_ignored):
         columns, member_logprobs, entropy, sampled_ids, *overwritten = ctx.saved_tensors
         if overwritten:
-            out = _all_zero(overwritten[0].detach())
+            out = all_zero(overwritten[0].detach())
         elif torch.compiler.is_compiling():
             out = columns.new_zeros((columns.shape[0], ctx.num_columns), dtype=ctx.dtype)
         else:
             shape = columns.shape[0], ctx.num_columns
-            out = _all_zero(columns.new_empty(shape, dtype=ctx.dtype))
+            out = all_zero(columns.new_empty(shape, dtype=ctx.dtype))
         arguments = (
             grad_logprobs, grad_entropy, columns, member_logprobs, entropy, sampled_ids,
             *as_operand(ctx.temperature, member_logprobs),
@@ -245,10 +249,10 @@ class _SupportLogprobs(torch.autograd.Function):
             # an entry that is no member adds 0 to some column, whatever the order
             grads = torch.where(here, grad_members(*arguments), 0.0).to(out.dtype)
             out.scatter_add_(1, local.long(), grads)
-        return out, *(None,) * 6
+        return out, *(None,) * 7
 
 
-def _all_zero(x: Tensor) -> Tensor:
+def all_zero(x: Tensor) -> Tensor:
     """``x.zero_()``, of narrow floats as wider words: a third faster on an H200."""
     if x.is_contiguous() and x.itemsize < 4 and x.numel() * x.itemsize % 4 == 0:
         x.view(-1).view(torch.int32).zero_()
@@ -286,6 +290,7 @@ def support_logprobs(
     support_ids: Tensor,
     sampled_ids: Tensor,
     *,
+    row_ids: Tensor | None = None,
     temperature: float = 1.0,
     vocab_size: int | None = None,
     vocab_start: int | None = None,
@@ -299,8 +304,12 @@ def support_logprobs(
             by the temperature. Row t is the one that predicts ``sampled_ids[t]``.
         support_ids: [T, C] int32 or int64 on ``logits.device``; -1 is no candidate, anywhere in a
             row. Repeated ids count once; ids outside [-1, V) are ignored; ``num_ignored`` counts
-            both. As vLLM returns them in ``sampling_mask.token_ids``.
+            both. As vLLM returns them in ``sampling_mask.token_ids``. With ``row_ids`` [N, C]:
+            packed rows, which are read where they stand.
         sampled_ids: [T] int64 on ``logits.device``. Any value; one that is no member is reported.
+        row_ids: [T] int64 on ``logits.device``, each in [-1, N): the row of
+            ``support_ids`` that token t is scored over; -1: it has none. From
+            ``TokenLayout.support_row_ids``. By default row t is of token t.
         temperature: the rollout's, finite and > 0, applied here.
         vocab_size: V, at most the columns of ``logits``; those after it are a padded vocabulary's,
             and no part of anything. By default all columns are the vocabulary.
@@ -323,8 +332,9 @@ def support_logprobs(
         TypeError: a dtype is unsupported, the temperature is not a number or ``vocab_size`` no int.
         ValueError: a shape or device is wrong, the temperature is not finite and > 0, or
             ``vocab_size`` is not from 1 to the columns of ``logits``, or logits to be overwritten
-            share memory among themselves. Ids are not read for a check, since that would stall the
-            GPU: ``status`` reports them.
+            share memory among themselves; or a row id on the CPU is out of range. Token ids are
+            not read for a check, since that would stall the GPU: ``status`` reports them;
+            ``PACKHORSE_CHECK=1`` checks row ids there.
 
     Source: "keep sampling mask" of the DeepSeek-V3.2 report.
 
@@ -333,26 +343,12 @@ def support_logprobs(
         >>> support_logprobs(logits, torch.tensor([[3, 2, -1]]), torch.tensor([3])).logprobs
         tensor([-0.3133])
     """
-    temperature = _validate("support_logprobs", logits, sampled_ids, temperature)
-    _validate_support("support_logprobs", logits, support_ids)
-    shard = None
-    if group is not None and dist.get_world_size(group) > 1:
-        shard, vocab_size = _shard_of(logits, vocab_size, vocab_start, group)
-    else:
-        if vocab_start not in (None, 0):
-            raise ValueError(
-                f"support_logprobs: vocab_start={vocab_start}, but no group holds other columns"
-            )
-        check_vocab_size("support_logprobs", logits, vocab_size)
-    if not isinstance(overwrite_logits, bool):
-        given = type(overwrite_logits).__name__
-        raise TypeError(f"support_logprobs: overwrite_logits must be a bool, got {given}")
-    if overwrite_logits and _overlaps(logits):
-        raise ValueError(
-            "support_logprobs: overwrite_logits is for logits of their own memory, got strides"
-            f" {logits.stride()}"
-        )
-    arguments = logits, support_ids, sampled_ids, temperature, vocab_size, shard
+    name = "support_logprobs"
+    temperature, vocab_size, shard = check_logits(
+        name, logits, sampled_ids, temperature, vocab_size, vocab_start, group, overwrite_logits
+    )
+    check_support(name, "logits", logits, support_ids, row_ids)
+    arguments = logits, support_ids, sampled_ids, temperature, vocab_size, shard, row_ids
     if wants_gradients(logits):
         return SupportScores(*_SupportLogprobs.apply(*arguments, overwrite_logits))
     return _score_logits(*arguments)[0]
@@ -429,10 +425,35 @@ def check_temperature(op: str, temperature: float) -> float:
     return float(temperature) if isinstance(temperature, int) else temperature
 
 
+def check_logits(
+    op: str, logits: Tensor, sampled_ids: Tensor, temperature: float, vocab_size: int | None,
+    vocab_start: int | None, group: Any, overwrite_logits: bool,
+) -> tuple[float, int | None, Shard | None]:  # fmt: skip
+    """Check what scoring from logits takes beside a support, and raise as ``support_logprobs``, in
+    the name of ``op``. Returns the temperature, the size of the whole vocabulary (None: all
+    columns), and the shard where it is one of several."""
+    temperature = _validate(op, logits, sampled_ids, temperature)
+    shard = None
+    if group is not None and dist.get_world_size(group) > 1:
+        shard, vocab_size = _shard_of(op, logits, vocab_size, vocab_start, group)
+    else:
+        if vocab_start not in (None, 0):
+            raise ValueError(f"{op}: vocab_start={vocab_start}, but no group holds other columns")
+        check_vocab_size(op, logits, vocab_size)
+    if not isinstance(overwrite_logits, bool):
+        given = type(overwrite_logits).__name__
+        raise TypeError(f"{op}: overwrite_logits must be a bool, got {given}")
+    if overwrite_logits and _overlaps(logits):
+        raise ValueError(
+            f"{op}: overwrite_logits is for logits of their own memory, got strides"
+            f" {logits.stride()}"
+        )
+    return temperature, vocab_size, shard
+
+
 def _shard_of(
-    logits: Tensor, vocab_size: int | None, vocab_start: int | None, group: Any
-) -> tuple[_Shard, int]:
-    name = "support_logprobs"
+    name: str, logits: Tensor, vocab_size: int | None, vocab_start: int | None, group: Any
+) -> tuple[Shard, int]:
     num_columns = logits.shape[1]
     size = num_columns * dist.get_world_size(group) if vocab_size is None else vocab_size
     start = num_columns * dist.get_rank(group) if vocab_start is None else vocab_start
@@ -443,7 +464,7 @@ def _shard_of(
             raise ValueError(f"{name}: {field} must be from {least} to 2**31 - 1, got {value}")
     if vocab_start is None:
         check_shards(name, size, dist.get_world_size(group), num_columns, "columns")
-    return _Shard(start, group), size
+    return Shard(start, group), size
 
 
 def check_shards(op: str, vocab_size: int, num_shards: int, num_ids: int, what: str) -> None:
@@ -455,19 +476,41 @@ def check_shards(op: str, vocab_size: int, num_shards: int, num_ids: int, what: 
         )
 
 
-def _validate_support(op: str, logits: Tensor, support_ids: Tensor) -> None:
+def check_support(
+    op: str, field: str, tokens: Tensor, support_ids: Tensor, row_ids: Tensor | None
+) -> None:
+    """Check the supports of the rows of ``tokens``, the argument ``field``."""
     if not isinstance(support_ids, Tensor):
         given = type(support_ids).__name__
         raise TypeError(f"{op}: support_ids must be a tensor, got {given}")
     if support_ids.dtype not in SUPPORT_DTYPES:
         raise TypeError(f"{op}: support_ids must be int32 or int64, got {support_ids.dtype}")
-    if support_ids.dim() != 2 or support_ids.shape[0] != logits.shape[0]:
+    num_tokens, shape = tokens.shape[0], tuple(support_ids.shape)
+    if row_ids is None:
+        if support_ids.dim() != 2 or support_ids.shape[0] != num_tokens:
+            raise ValueError(f"{op}: support_ids must be [T, C] with T = {num_tokens}, got {shape}")
+    elif support_ids.dim() != 2:
+        raise ValueError(f"{op}: support_ids must be [N, C], got {shape}")
+    if support_ids.device != tokens.device:
+        raise ValueError(f"{op}: support_ids on {support_ids.device}, {field} on {tokens.device}")
+    if row_ids is None:
+        return
+    check_token_rows(op, field, tokens, row_ids)
+    if checks_values(row_ids):
+        check_row_range(op, row_ids, support_ids.shape[0])
+
+
+def check_token_rows(op: str, field: str, tokens: Tensor, row_ids: Tensor) -> None:
+    """Check that ``row_ids`` are one a row of ``tokens``, the argument ``field``."""
+    check_tensors(op, row_ids=row_ids)
+    if row_ids.dtype != torch.int64:
+        raise TypeError(f"{op}: row_ids must be int64, got {row_ids.dtype}")
+    if row_ids.shape != tokens.shape[:1]:
         raise ValueError(
-            f"{op}: support_ids must be [T, C] with T = {logits.shape[0]}, "
-            f"got {tuple(support_ids.shape)}"
+            f"{op}: row_ids must be [T] = [{tokens.shape[0]}], got {list(row_ids.shape)}"
         )
-    if support_ids.device != logits.device:
-        raise ValueError(f"{op}: support_ids on {support_ids.device}, logits on {logits.device}")
+    if row_ids.device != tokens.device:
+        raise ValueError(f"{op}: row_ids on {row_ids.device}, {field} on {tokens.device}")
 
 
 def _overlaps(x: Tensor) -> bool:

@@ -1,12 +1,13 @@
 """Logits of members, read and written where the model has them: one launch each.
 
     score_logits      order_support, the logits of members, score_members    reads [T, V] at [T, C]
+                      (supports may be [N, C], of which ``row_ids`` names the tokens' rows)
     put_logit_grads   out[t, column] = gradient of the member's logit        out [T, V], 0 before
 
 What each is composed of is the specification (``members.py``) and what CPU tensors run. A sector of
 32 bytes a member is what must be read of logits.
 
-Sizes: T tokens, C candidates a row, V vocabulary.
+Sizes: T tokens, N rows, C candidates a row, V vocabulary.
 """
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from packhorse.kernels.launch import Launcher, called_directly, kernel_name
 from packhorse.kernels.members import (
+    cells_of_rows,
     grad_members,
     gradient_of_cells,
     order_support,
@@ -30,14 +32,15 @@ from packhorse.kernels.members import (
 
 def score_logits_reference(
     logits: Tensor,  # [T, V]
-    support_ids: Tensor,  # [T, C]
+    support_ids: Tensor,  # [T, C], or with row ids [N, C]
     sampled_ids: Tensor,  # [T] int64
     vocab_size: int,
     temperature: float,
     temperatures: Tensor | None = None,
+    row_ids: Tensor | None = None,  # [T] int64, as of ``order_support``
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns logprobs, entropy, status, num_ignored [T], columns and member_logprobs [T, C]."""
-    columns, known, num_ignored = order_support(support_ids, vocab_size)
+    columns, known, num_ignored = order_support(support_ids, vocab_size, row_ids)
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     # an entry that is no member reads some column, and its value is never selected
     members = logits.gather(1, columns.clamp(min=0).long()).to(wide)
@@ -77,7 +80,8 @@ def put_logit_grads_reference(
 )  # fmt: skip
 def _score_logits_kernel(
     logits_ptr,  # [T, V]
-    ids_ptr,  # [T, C]
+    ids_ptr,  # [T, C], or with row ids [N, C]
+    row_ids_ptr,  # [T] int64, or None: row t is of token t
     sampled_ptr,  # [T] int64
     temperatures_ptr,  # [T] float32, or None: ``temperature``
     logprobs_ptr,  # [T] float32
@@ -100,9 +104,8 @@ def _score_logits_kernel(
     c = tl.arange(0, BLOCK_C)
     cells = token.to(tl.int64)[:, None] * width + c[None, :]
     inside = in_batch[:, None] & (c < width)[None, :]
-    ids, member, num_named, num_members = ordered_ids(
-        ids_ptr, cells, inside, c, vocab_size, BLOCK_C
-    )
+    rows, named = cells_of_rows(row_ids_ptr, token, in_batch, c, width)
+    ids, member, num_named, num_members = ordered_ids(ids_ptr, rows, named, c, vocab_size, BLOCK_C)
     # pads were sorted to the front: to where ``score_members`` finds a row
     place = tl.minimum(c + (BLOCK_C - width), BLOCK_C - 1)[None, :] + tl.zeros_like(ids)
     columns = tl.gather(tl.where(member, ids, -1), place, 1)
@@ -165,12 +168,12 @@ _TILE = 128
 
 def _score_logits_cuda(
     logits: Tensor, support_ids: Tensor, sampled_ids: Tensor, vocab_size: int, temperature: float,
-    temperatures: Tensor | None = None,
+    temperatures: Tensor | None = None, row_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    num_tokens, width = support_ids.shape
-    if logits.dtype == torch.float64 or width > _WIDEST or support_ids.numel() == 0:
+    num_tokens, width = logits.shape[0], support_ids.shape[1]
+    if logits.dtype == torch.float64 or width > _WIDEST or num_tokens * width == 0:
         return score_logits_reference(
-            logits, support_ids, sampled_ids, vocab_size, temperature, temperatures
+            logits, support_ids, sampled_ids, vocab_size, temperature, temperatures, row_ids
         )
     logprobs = logits.new_empty((num_tokens,), dtype=torch.float32)
     entropy = logits.new_empty((num_tokens,), dtype=torch.float32)
@@ -183,9 +186,9 @@ def _score_logits_cuda(
     _launch_score_logits(
         (-(-num_tokens // block_t),),
         (
-            logits, support_ids.contiguous(), sampled_ids.contiguous(), temperatures, logprobs,
-            entropy, status, ignored, columns, members, num_tokens, width, vocab_size,
-            logits.stride(0), logits.stride(1), temperature,
+            logits, support_ids.contiguous(), None if row_ids is None else row_ids.contiguous(),
+            sampled_ids.contiguous(), temperatures, logprobs, entropy, status, ignored, columns,
+            members, num_tokens, width, vocab_size, logits.stride(0), logits.stride(1), temperature,
         ),
         (block_t, block_c),
         num_warps,
@@ -218,7 +221,8 @@ def _put_logit_grads_cuda(
 torch.library.define(
     "packhorse::score_logits",
     "(Tensor logits, Tensor support_ids, Tensor sampled_ids, SymInt vocab_size, float temperature,"
-    " Tensor? temperatures=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " Tensor? temperatures=None, Tensor? row_ids=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.impl("packhorse::score_logits", "CPU", score_logits_reference)
 torch.library.impl("packhorse::score_logits", "CUDA", _score_logits_cuda)
@@ -235,10 +239,10 @@ torch.library.impl("packhorse::put_logit_grads", "CUDA", _put_logit_grads_cuda)
 
 @torch.library.register_fake("packhorse::score_logits")
 def _score_logits_fake(logits, support_ids, *_) -> tuple[Tensor, ...]:
-    num_tokens = support_ids.shape[0]
+    num_tokens = logits.shape[0]
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     row = logits.new_empty((num_tokens,), dtype=wide)
-    cells = tuple(support_ids.shape)
+    cells = num_tokens, support_ids.shape[1]
     return (
         row,
         row.clone(),
