@@ -118,6 +118,10 @@ def score_cells_reference(
     cells, inside = cells_of(rows, width)
     if cells.numel() == 0 or columns.shape[0] == 0:
         return
+    if sampled_ids.shape[0] == 0:  # no token, and so no row that one names
+        none = torch.full_like(cells, -float("inf"), dtype=logits.dtype)
+        put_entries(member_logprobs, cells, inside, none)
+        return
     column = torch.where(inside, columns[cells], NO_CANDIDATE)
     known = torch.full_like(tokens, SUPPORT_OK, dtype=torch.uint8)
     known = known.masked_fill(~(column >= 0).any(1), SUPPORT_INVALID)

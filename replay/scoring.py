@@ -124,9 +124,10 @@ def score_microbatch(
             [B, S] int64 with S = ``layout.batch_width``. A dense batch is read by the layout's
             ``first_columns``: it must be LEFT padded unless they were given to
             ``TokenLayout.build``.
-        support: [N, C] int32 or int64, one row a response token, -1 filled, or ragged (from logits
-            it is padded to its widest row here); None: the whole vocabulary. On the logits' device,
-            or on the CPU: then it is checked, and copied from pinned memory without waiting.
+        support: [N, C] int32 or int64, one row a response token, -1 filled, or ragged; None: the
+            whole vocabulary. Rows are read where they are packed: no [T, C] candidates are made. On
+            the logits' device, or on the CPU: then it is checked, and copied from pinned memory
+            without waiting.
         response_lengths: [B] host integers; needed without a support.
         temperature: the rollout's, applied here and nowhere else.
         loss_masks: for each trajectory host booleans, or 0 and 1, [length], or None: the tokens

@@ -26,9 +26,9 @@ from packhorse.kernels.support import (
     full_logprobs,
     support_logprobs,
 )
+from packhorse.kernels.support_ragged import ragged_support_logprobs
 from packhorse.packed.host import without_waiting
 from packhorse.packed.ragged import PackedRagged
-from packhorse.packed.sentinels import NO_CANDIDATE
 from packhorse.packed.tensor import PackedTensor
 from packhorse.replay.layout import TokenLayout
 
@@ -99,8 +99,13 @@ class Logits:
     def over_support(
         self, support: PackedTensor | PackedRagged, row_ids: Tensor, sampled_ids: Tensor
     ) -> SupportScores:
-        candidates = candidates_of(support, row_ids)
-        return support_logprobs(self.logits, candidates, sampled_ids, **self._options)
+        if isinstance(support, PackedRagged):
+            return ragged_support_logprobs(
+                self.logits, *_ragged_rows(support, row_ids), row_ids, sampled_ids,
+                widths=support.widths, **self._options,
+            )  # fmt: skip
+        rows = without_waiting(support.values, row_ids.device)
+        return support_logprobs(self.logits, rows, sampled_ids, row_ids=row_ids, **self._options)
 
     def over_vocabulary(
         self, sampled_ids: Tensor, slots: Tensor | None = None
@@ -155,16 +160,13 @@ class HiddenStates:
         self, support: PackedTensor | PackedRagged, row_ids: Tensor, sampled_ids: Tensor
     ) -> SupportScores:
         if isinstance(support, PackedRagged):
-            ids, offsets = (
-                without_waiting(x, row_ids.device) for x in (support.values, support.row_offsets)
-            )
             return lm_head_ragged_support_logprobs(
-                self.hidden, self.weight, ids.contiguous(), offsets, row_ids, sampled_ids,
+                self.hidden, self.weight, *_ragged_rows(support, row_ids), row_ids, sampled_ids,
                 widths=support.widths, **self._options,
             )  # fmt: skip
-        candidates = candidates_of(support, row_ids)
+        rows = without_waiting(support.values, row_ids.device)
         return lm_head_support_logprobs(
-            self.hidden, self.weight, candidates, sampled_ids, **self._options
+            self.hidden, self.weight, rows, sampled_ids, row_ids=row_ids, **self._options
         )
 
     def over_vocabulary(
@@ -174,12 +176,10 @@ class HiddenStates:
         return full_vocabulary_logprobs(hidden, self.weight, sampled_ids, **self._options)
 
 
-def candidates_of(support: PackedTensor | PackedRagged, row_ids: Tensor) -> Tensor:
-    """[T, C] candidates of each slot; ragged rows are padded to the widest."""
-    if isinstance(support, PackedRagged):
-        support = support.to_padded()
-    rows = without_waiting(support.values, row_ids.device)
-    return gather_rows(rows, row_ids, fill=NO_CANDIDATE)
+def _ragged_rows(support: PackedRagged, row_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Its ids and the offsets of its rows, on the device of ``row_ids``."""
+    ids = without_waiting(support.values, row_ids.device)
+    return ids.contiguous(), without_waiting(support.row_offsets, row_ids.device)
 
 
 def _rows_of_model(hidden: Tensor, layout: TokenLayout, num_rows: int) -> Tensor:

@@ -26,7 +26,9 @@ import triton.language as tl
 from torch import Tensor
 
 from packhorse._nvtx import ranged
+from packhorse.kernels.ragged_plan import NARROWEST
 from packhorse.kernels.routes import Dummy
+from packhorse.kernels.support_ragged import ragged_support_logprobs
 from packhorse.kernels.support_rows import gather_ragged_support, pad_ragged_support
 from packhorse.kernels.validate import validate_routes, validate_support
 from packhorse.packed.collate import routes_dtype as fitting_routes_dtype
@@ -142,8 +144,9 @@ def warmup(
             not matter: nothing is compiled for one of them.
         dummy, ep_size: as in ``gather_routes``.
         support_width: C of ``rollout_sample_support``; None: scored over the whole vocabulary.
-        ragged_support: support rows of different widths too: ``gather_ragged_support``, and
-            ``pad_ragged_support`` to ``support_width``.
+        ragged_support: support rows of different widths too: ``gather_ragged_support``, and with
+            a ``support_width`` ``pad_ragged_support`` to it and ``ragged_support_logprobs`` of
+            rows of up to so many ids.
         logits_dtype: of the model's logits on this rank.
         vocab_size: columns of the logits, where appended tokens are scored over all of them
             (``score_microbatch(appended=...)``); None: there are none.
@@ -365,6 +368,25 @@ class _Settings:
         gather_ragged_support(ids, offsets, row_ids)
         if self.support_width is not None:
             pad_ragged_support(ids, offsets, row_ids, width=self.support_width)
+            self._score_ragged(self.support_width)
+
+    def _score_ragged(self, widest: int) -> None:
+        """A row of each class, of ids that begin at 16 bytes and of ids that do not."""
+        widths = [NARROWEST]
+        while widths[-1] < widest:
+            widths.append(min(4 * widths[-1], widest))
+        ids = torch.zeros(sum(widths) + 1, dtype=torch.int32, device=self.device)
+        offsets = torch.tensor([0, *widths]).cumsum(0).to(self.device)
+        row_ids = torch.arange(len(widths), device=self.device)
+        sampled_ids = torch.zeros_like(row_ids)
+        for token_ids in (ids[1:], ids[:-1]):
+            logits = torch.zeros(
+                len(widths), 2, dtype=self.logits_dtype, device=self.device, requires_grad=True
+            )
+            scores = ragged_support_logprobs(
+                logits, token_ids, offsets, row_ids, sampled_ids, widths=widths
+            )
+            (scores.logprobs + scores.entropy).sum().backward()
 
     def _validate(self) -> None:
         batch = self._routes(_LENGTHS).to(self.device)

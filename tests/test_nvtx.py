@@ -291,7 +291,8 @@ def test_every_public_function_and_method_is_ranged_under_its_name():
 
 MICROBATCH = """
 import torch
-from packhorse import PackedTensor, TokenLayout, gather_routes, gather_rows, score_microbatch
+from packhorse import PackedRagged, PackedTensor, TokenLayout
+from packhorse import gather_routes, gather_rows, score_microbatch
 
 layout = TokenLayout.build([5, 3], tp_size=2)
 routes = torch.arange(8, dtype=torch.uint8).repeat(6, 4, 1)[..., :2]
@@ -305,6 +306,10 @@ tokens = PackedTensor.from_lengths(torch.arange(8), layout.lengths)
 support = PackedTensor.from_lengths(torch.tensor([[3, 1], [4, 2], [7, 6]]).int(), [2, 1])
 logits = torch.zeros(1, layout.num_tokens, 9, requires_grad=True)
 score_microbatch(logits, layout, tokens, support).logprobs.values.sum().backward()
+"""
+RAGGED = """
+ragged = PackedRagged.from_padded(support)
+score_microbatch(logits, layout, tokens, ragged).logprobs.values.sum().backward()
 """
 REFUSED = """
 for call in (
@@ -332,7 +337,8 @@ gather_rows(x, ids)
 def run(record) -> dict[str, list[Tree]]:
     """The ranges of each program above, on the thread that runs them."""
     programs = {
-        "microbatch": MICROBATCH, "score": SCORE, "refused": REFUSED, "traced rows": TRACED_ROWS,
+        "microbatch": MICROBATCH, "score": SCORE, "ragged": RAGGED, "refused": REFUSED,
+        "traced rows": TRACED_ROWS,
     }  # fmt: skip
     main, *_ = record(MARK + "mark()".join(programs.values()))  # autograd may have its own thread
     return dict(zip(programs, split_at_marks(main), strict=True))
@@ -355,6 +361,17 @@ def test_scoring_shows_its_parts(run):
     assert tree("TokenLayout.support_row_ids") in inside
     assert tree("support_logprobs") in inside
     assert tree("TokenLayout.restore", tree("restore_tokens")) in inside
+
+
+def test_scoring_ragged_rows_shows_its_parts(run):
+    name, inside = run["ragged"][-1]
+    assert name == "score_microbatch"
+    (ragged,) = (part for part in inside if part[0] == "ragged_support_logprobs")
+    assert ragged == tree(
+        "ragged_support_logprobs",
+        *[tree("scatter_rows")] * 2,  # of the check of host row ids, and of the plan
+        *[tree("gather_rows")] * 2,
+    )
 
 
 def test_a_refused_call_ends_its_ranges(run):

@@ -28,6 +28,7 @@ from packhorse.kernels import (
     routes,
     rows,
     support_logits,
+    support_ragged,
     support_rows,
     tables,
     validate,
@@ -157,10 +158,15 @@ def check_support(width: int, kernel: str = "_validate_support_kernel") -> Launc
     return Launch(kernel, run, 96, (32, 0.0), stores)
 
 
-def member_rows(kernel: str, width: int, registers: int = 96) -> Launch:
+def member_rows(
+    kernel: str, width: int, registers: int = 96, *, by_row_ids: bool = False
+) -> Launch:
     """The kernels over [T, C] that support scoring shares; each cell moves by itself."""
 
     def run() -> None:
+        if by_row_ids:
+            members._order_support_cuda(meta(9001, width, dtype=i32), 1000, ids())
+            return
         columns, members_ = meta(TOKENS, width, dtype=i32), meta(TOKENS, width, dtype=torch.float32)
         row, known = meta(TOKENS, dtype=torch.float32), meta(TOKENS, dtype=u8)
         members._order_support_cuda(columns, 1000)
@@ -170,12 +176,16 @@ def member_rows(kernel: str, width: int, registers: int = 96) -> Launch:
     return Launch(kernel, run, registers)
 
 
-def from_logits(kernel: str, width: int) -> Launch:
+def from_logits(kernel: str, width: int, *, by_row_ids: bool = False) -> Launch:
     """Members of logits, each cell by itself."""
 
     def run() -> None:
         logits, columns = meta(TOKENS, 9001, dtype=torch.bfloat16), meta(TOKENS, width, dtype=i32)
         members_, row = meta(TOKENS, width, dtype=torch.float32), meta(TOKENS, dtype=torch.float32)
+        if by_row_ids:
+            packed = meta(9001, width, dtype=i32)
+            support_logits._score_logits_cuda(logits, packed, ids(), 9001, 0.7, None, ids())
+            return
         support_logits._score_logits_cuda(logits, columns, ids(), 9001, 0.7)
         support_logits._put_logit_grads_cuda(logits, row, row, columns, members_, row, ids(), 0.7)
 
@@ -236,6 +246,20 @@ def ragged_rows(kernel: str, width: int, registers: int = 128) -> Launch:
         ragged_members._grad_cells_cuda(token, token, cells, cells, floats, token, ids(), 0.7)
 
     return Launch(kernel, run, registers)
+
+
+def cells_of_logits(kernel: str) -> Launch:
+    """Of the cells of ragged rows, each by itself."""
+
+    def run() -> None:
+        logits, cells = meta(TOKENS, 9001, dtype=torch.bfloat16), meta(9000, dtype=i32)
+        floats, row = meta(9000, dtype=torch.float32), meta(TOKENS, dtype=torch.float32)
+        support_ragged._read_cell_logits_cuda(logits, cells, cells, 0)
+        support_ragged._put_cell_grads_cuda(
+            logits, row, row, cells, cells, floats, row, ids(), 0, 0.7
+        )
+
+    return Launch(kernel, run, 64)
 
 
 def float64_weight(kernel: str) -> Launch:
@@ -334,11 +358,15 @@ LAUNCHES = {
     "clear checks": check_support(20, "_clear_checks_kernel"),
     "order support of 20": member_rows("_order_support_kernel", 20),
     "order support of 1000": member_rows("_order_support_kernel", 1000),
+    "order support of 20 by row ids": member_rows("_order_support_kernel", 20, by_row_ids=True),
     "score support of 20": member_rows("_score_members_kernel", 20),
     "score support of 1000": member_rows("_score_members_kernel", 1000),
     "gradients of members": member_rows("_grad_members_kernel", 20),
     "score support of 20 from logits": from_logits("_score_logits_kernel", 20),
     "score support of 200 from logits": from_logits("_score_logits_kernel", 200),
+    "score support of 20 from logits by row ids": from_logits(
+        "_score_logits_kernel", 20, by_row_ids=True
+    ),
     "gradients of logits": from_logits("_put_logit_grads_kernel", 20),
     "LM head of 512": lm_head("_project_members_kernel", 512, (128, 0.8), (8, 0.0)),
     "LM head of 520": lm_head("_project_members_kernel", 520, (128, 0.8), (8, 0.0)),
@@ -364,6 +392,8 @@ LAUNCHES = {
     "score ragged support of 16": ragged_rows("_score_cells_kernel", 16),
     "score ragged support of 4000": ragged_rows("_score_cells_kernel", 4000, 168),
     "gradients of cells": ragged_rows("_grad_cells_kernel", 16),
+    "logits of cells": cells_of_logits("_read_cell_logits_kernel"),
+    "gradients of logits of cells": cells_of_logits("_put_cell_grads_kernel"),
     # beside the tile a program loads what its row is scored by
     "sums of a tile": vocabulary_tile(
         "sum_vocabulary_tile", TOKENS, 2048, 48, (128, 0.6), (32, 1.0)

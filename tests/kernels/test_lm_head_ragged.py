@@ -140,6 +140,26 @@ def test_two_backwards_into_main_grad_are_equal_bit_for_bit(device):
     assert (runs[0][2] != 1).any()
 
 
+@pytest.mark.skipif(INTERPRET, reason="float64 runs the references in any case")
+@pytest.mark.parametrize("name", ["bias", "softcap"])
+def test_gradcheck(name, device):
+    case = Ragged(F64, device)
+    options = options_of(name, case)
+    inputs = [x.requires_grad_() for x in (case.states, case.weight, case.bias)]
+
+    def scores(states, weight, bias):
+        given = {**options, "bias": bias} if name == "bias" else options
+        return lm_head_ragged_support_logprobs(
+            states, weight, *case.support, case.sampled, widths=WIDTHS, **given
+        )
+
+    assert (scores(*inputs).status == OK).any()
+    inputs = inputs if name == "bias" else inputs[:2]
+    assert torch.autograd.gradcheck(
+        lambda *x: scores(*x, *([] if len(x) == 3 else [None]))[:2], inputs, fast_mode=True
+    )
+
+
 def test_rows_without_a_slot_and_slots_without_a_row_may_hold_anything(device):
     case = Ragged(F32, device)
     case.states[case.row_ids.to(device) < 0] = float("nan")
@@ -169,6 +189,18 @@ def test_no_rows_no_ids_no_tokens(device):
         assert (scores.status == MISSING).all()
         scores.logprobs.sum().backward()
         assert not any(leaf.grad.any() for leaf in inputs)
+
+
+def test_rows_and_no_tokens(device):
+    case = Ragged(F32, device)
+    inputs = leaves(case.states[:0], case.weight)
+    none = case.support[2][:0]
+    scores = lm_head_ragged_support_logprobs(
+        *inputs, *case.support[:2], none, case.sampled[:0], widths=WIDTHS
+    )
+    assert all(x.shape == (0,) for x in scores)
+    scores.logprobs.sum().backward()
+    assert not inputs[1].grad.any()
 
 
 def test_nothing_waits_for_the_device(cuda, no_host_sync):

@@ -1,4 +1,5 @@
-"""support_logprobs of logits that are sharded over the vocabulary: two processes, gloo.
+"""support_logprobs, and of ragged rows, of logits that are sharded over the vocabulary: two
+processes, gloo.
 
 Oracle: one rank with all columns. The tests run this file as a program, once a rank; each process
 scores its own columns and leaves what it got for the tests to compare.
@@ -11,10 +12,13 @@ import pytest
 import torch
 
 from packhorse.kernels.support import support_logprobs
+from packhorse.kernels.support_ragged import ragged_support_logprobs
 from tests.conftest import INTERPRET
 from tests.ranks import results_of_ranks
 
-pytestmark = pytest.mark.skipif(INTERPRET, reason="test_lm_head_ranks runs the same kernels")
+pytestmark = pytest.mark.skipif(
+    INTERPRET, reason="test_lm_head_ranks and test_support_ragged run the same kernels"
+)
 
 NUM_RANKS, NUM_TOKENS, VOCAB, NUM_IDS, WIDTH = 2, 30, 24, 21, 5
 CASES: dict[str, dict] = {
@@ -22,6 +26,11 @@ CASES: dict[str, dict] = {
     "overwritten": {"overwrite_logits": True},
     "uneven shards": {"cut": 7},
     "one shard has no member": {"cut": 7, "fewest": 7},
+    "by row ids": {"cut": 7, "rows": "named"},
+    "ragged": {"rows": "ragged"},
+    "ragged, overwritten": {"rows": "ragged", "overwrite_logits": True},
+    "ragged, uneven shards": {"rows": "ragged", "cut": 7},
+    "ragged, one shard has no member": {"rows": "ragged", "cut": 7, "fewest": 7},
 }
 
 
@@ -32,9 +41,18 @@ def score(columns: slice, case: dict, **options) -> dict[str, torch.Tensor]:
     ids = torch.randint(case.get("fewest", 0), VOCAB, (NUM_TOKENS, WIDTH), generator=generator)
     ids[0], sampled = -1, ids[:, 0].clone()
     leaf = logits[:, columns].clone().requires_grad_()
-    scores = support_logprobs(
+    scorer, support = support_logprobs, [ids]
+    row_ids = torch.arange(NUM_TOKENS).flip(0)
+    if case.get("rows") == "named":
+        support, options["row_ids"] = [ids.flip(0)], row_ids
+    elif case.get("rows") == "ragged":
+        options["widths"] = [t % (WIDTH + 1) for t in range(NUM_TOKENS)]
+        rows = [ids[-1 - t, :width].int() for t, width in enumerate(options["widths"])]
+        ends = torch.tensor([0, *options["widths"]]).cumsum(0)
+        scorer, support = ragged_support_logprobs, [torch.cat(rows), ends, row_ids]
+    scores = scorer(
         leaf * 1,
-        ids,
+        *support,
         sampled,
         temperature=0.7,
         vocab_size=NUM_IDS,
@@ -61,10 +79,11 @@ def run_rank(rank: int, folder: Path) -> None:
         options = {"vocab_start": rank * case["cut"]} if "cut" in case else {}
         shard = shard_of(rank, case)
         results[name] = score(shard, case, group=torch.distributed.group.WORLD, **options)
-    try:
-        score(slice(0, 10), {}, group=torch.distributed.group.WORLD)
-    except ValueError as error:
-        results["refusal"] = str(error)
+    for name in ("plain", "ragged"):
+        try:
+            score(slice(0, 10), CASES[name], group=torch.distributed.group.WORLD)
+        except ValueError as error:
+            results[f"refusal, {name}"] = str(error)
     torch.save(results, folder / f"rank{rank}.pt")
     torch.distributed.destroy_process_group()
 
@@ -90,7 +109,8 @@ def test_shards_score_as_all_columns_bit_for_bit(name, results):
 
 def test_a_vocabulary_that_the_shards_do_not_hold_is_refused(results):
     for of_rank in results:
-        assert of_rank["refusal"] == (
+        assert of_rank["refusal, ragged"] == f"ragged_{of_rank['refusal, plain']}"
+        assert of_rank["refusal, plain"] == (
             f"support_logprobs: vocab_size={NUM_IDS}, but 2 shards of 10 columns hold 20 ids; give"
             " vocab_start where shards are uneven"
         )

@@ -27,8 +27,10 @@ from torch import Tensor
 import packhorse.kernels
 from packhorse.__main__ import main
 from packhorse.kernels.launch import Launcher
+from packhorse.kernels.support_ragged import ragged_support_logprobs
 from packhorse.kernels.support_rows import gather_ragged_support, pad_ragged_support
 from packhorse.kernels.validate import validate_routes, validate_support
+from packhorse.packed.ragged import PackedRagged
 from packhorse.packed.tensor import PackedTensor
 from packhorse.replay import warmup as module
 from packhorse.replay.device_rows import MicrobatchRows
@@ -74,11 +76,10 @@ LM_HEAD = {
     "_project_members_kernel", "_grad_hidden_kernel", "_grad_weight_kernel",
     "_join_weight_parts_kernel", "_order_support_kernel", "_score_members_kernel",
     "_grad_members_kernel", "_project_cells_kernel", "_grad_hidden_cells_kernel",
-    "_grad_hidden_pieces_kernel", "_order_cells_kernel", "_place_cells_kernel",
-    "_score_cells_kernel",
-    "_grad_cells_kernel",
+    "_grad_hidden_pieces_kernel", "_grad_cells_kernel",
 }  # fmt: skip
-NOT_WARMED = {"_fill_dummy_routes_kernel", *LM_HEAD}
+#: beside those, the one for ragged rows of more than 1,024 ids, which no configuration here has
+NOT_WARMED = {"_fill_dummy_routes_kernel", "_place_cells_kernel", *LM_HEAD}
 LAYOUT_SETTINGS = ("format", "tp_size", "cp_size", "cp_order", "sequence_parallel")
 
 
@@ -189,6 +190,25 @@ def score(layout: TokenLayout, responses: list[int], settings: dict[str, Any]) -
         row_ids = layout.support_row_ids(responses)
         gather_ragged_support(ids, offsets, row_ids, capacity=len(ids) + 5)
         pad_ragged_support(ids, offsets, row_ids, width=width)
+        score_ragged(logits, layout, tokens, responses, width)
+
+
+def score_ragged(
+    logits: Tensor, layout: TokenLayout, tokens: PackedTensor, responses: list[int], width: int
+) -> None:
+    """From the host, and from the device where a slice of the ids begins anywhere."""
+    widths = np.arange(sum(responses)) % width + 1
+    ends = torch.from_numpy(np.concatenate([[0], widths.cumsum()]))
+    ids = torch.zeros(int(ends[-1]) + 1, dtype=torch.int32)
+    bounds = torch.tensor([0, *responses]).cumsum(0).int()
+    support = PackedRagged(ids[1:], ends, bounds)
+    score_microbatch(logits, layout, tokens, support).logprobs.values.sum().backward()
+    place, ids, ends = layout.device, ids.to(layout.device), ends.to(layout.device)
+    sampled_ids = torch.zeros(layout.num_tokens, dtype=torch.int64, device=place)
+    for token_ids in (ids[:-1], ids[1:]):
+        ragged_support_logprobs(
+            logits, token_ids, ends, layout.support_row_ids(responses), sampled_ids, widths=widths
+        ).logprobs.sum().backward()
 
 
 # --- a GPU that is not there ----------------------------------------------------------------------
