@@ -31,6 +31,7 @@ from packhorse import (
     gather_routes,
     lm_head_ragged_support_logprobs,
     lm_head_support_logprobs,
+    ragged_support_logprobs,
     support_logprobs,
 )
 
@@ -94,6 +95,7 @@ def cases(setting: Setting) -> Cases:
         "scoring: 8k x 2048, ragged, mean 8, forward and backward": ragged_scoring(setting),
         "scoring: 512 x 2048, all of V 151,936, forward and backward": vocabulary(setting),
         "scoring: logits 2k x 151,936, C 20, forward and backward": from_logits(setting),
+        "scoring: logits 2k x 151,936, ragged, forward and backward": from_logits(setting, 0),
     }
 
 
@@ -186,12 +188,12 @@ def ragged_scoring(setting: Setting) -> Callable[[], Case]:
     return build
 
 
-def from_logits(setting: Setting) -> Callable[[], Case]:
-    """Scores over the support from logits, with their gradient."""
+def from_logits(setting: Setting, width: int = 20) -> Callable[[], Case]:
+    """Scores over the support from logits, with their gradient; of a width of 0 over ragged rows."""
 
     def build() -> Case:
-        num_tokens, width = setting.size(2048), 20
-        vocab = max(setting.size(151936), width)
+        num_tokens = setting.size(2048)
+        vocab = max(setting.size(151936), 64)
         logits = torch.randn(num_tokens, vocab, device=setting.device).to(torch.bfloat16)
         logits.requires_grad_()
         ids = draw_ids(num_tokens, vocab, width, 1.0, setting.device)

@@ -115,8 +115,10 @@ class Launcher:
         scalars: Any = args[self._num_pointers :]
         for scalar in scalars:
             if type(scalar) is not int:
-                # a bool would be compiled as one bit, and NumPy's integers not at all
-                scalars = [s if type(s) is float else int(operator.index(s)) for s in scalars]
+                # a bool would be compiled as one bit, and NumPy's numbers not at all
+                scalars = [
+                    float(s) if isinstance(s, float) else int(operator.index(s)) for s in scalars
+                ]
                 break
         if not first.is_cuda:
             self.kernel[grid](*tensors, *scalars, *constants, num_warps=num_warps)

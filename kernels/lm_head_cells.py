@@ -5,7 +5,7 @@
 
 What ``lm_head_members.py`` does for rows of one width, over the packed cells. A program of the
 forward takes a run of cells, whatever rows they are of: none waits for a row of thousands. In the
-backward a row is one program's, a wide row that of several, whose sums are added in order.
+backward a row is one program's, a wide row that of several, whose sums torch adds in one order.
 
 Sizes: T tokens, N rows, M cells, R rows of a class, H hidden size, V vocabulary, S slices of H.
 Contract: a column that names no row of this shard is never read through; of the cells of a row each
@@ -100,7 +100,7 @@ def put_wide_hidden_reference(
     """The gradients of a class of rows that ``grad_hidden_of_cells`` leaves 0."""
     cells, inside = cells_of(Rows(tokens, begins, counts), width)
     of_rows = torch.where(inside, grads[cells], 0.0)
-    sums = grad_hidden_reference(of_rows, widened(weight), columns[cells], vocab_start)
+    sums = grad_hidden_reference(of_rows, weight, columns[cells], vocab_start)
     put_entries(out, tokens, tokens >= 0, sums)
 
 
@@ -210,7 +210,8 @@ def _grad_hidden_cells_kernel(
     in_row = cols < hidden_size
     begin = tl.load(begins_ptr + token)
     count = tl.load(counts_ptr + token)
-    count = tl.minimum(tl.where(count > limit, 0, count), num_cells - begin).to(tl.int32)
+    count = tl.where((count > limit) | (begin < 0), 0, count)
+    count = tl.minimum(count, num_cells - begin).to(tl.int32)
     total = _sum_of_cells(
         grads_ptr, columns_ptr, weight_ptr, begin, count, cols, in_row, stride_weight, vocab_start,
         num_rows, VEC, WHOLE, BLOCK_C, BLOCK_H,
@@ -254,7 +255,8 @@ def _grad_hidden_pieces_kernel(
     piece = part % num_pieces * size
     begin = tl.load(begins_ptr + part // num_pieces)
     count = tl.load(counts_ptr + part // num_pieces)
-    count = tl.where(count > num_pieces * size, 0, tl.minimum(count, num_cells - begin)) - piece
+    is_none = (count > num_pieces * size) | (begin < 0)
+    count = tl.where(is_none, 0, tl.minimum(count, num_cells - begin)) - piece
     count = tl.minimum(tl.maximum(count, 0), size).to(tl.int32)
     total = _sum_of_cells(
         grads_ptr, columns_ptr, weight_ptr, begin + piece, count, cols, in_row, stride_weight,

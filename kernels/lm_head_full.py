@@ -70,11 +70,18 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """``left @ right`` in float32 (float64), added up in it."""
-    if left.dtype in (torch.float32, torch.float64):
-        return left @ right
-    if left.dtype == torch.bfloat16 and left.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):
+    if _is_widened(left.dtype, left.device):
+        return left.float() @ right.float()
+    if left.dtype == torch.bfloat16:
         return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
+    return left @ right
+
+
+def _is_widened(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a product of ``dtype`` makes float32 copies of its factors."""
+    if dtype == torch.bfloat16 and device.type == "cuda":
+        return not hasattr(torch.ops.aten.mm, "dtype")
+    return dtype not in (torch.float32, torch.float64)
 
 
 @cache
@@ -142,7 +149,8 @@ def _score(
     sums = hidden.new_zeros((4, hidden.shape[0]), dtype=wide)
     sums[0].fill_(-_INF)
     temperature, temperatures = head.operand(temperatures, sums[0])
-    for ids, of_tokens in _tiles(hidden.shape[0], _num_ids(weight, head)):
+    row_size = weight.shape[1] if _is_widened(hidden.dtype, hidden.device) else 1
+    for ids, of_tokens in _tiles(hidden.shape[0], _num_ids(weight, head), row_size):
         rows, biases = weight[ids], None if bias is None else bias[ids]
         for t in of_tokens:
             sum_vocabulary_tile(
@@ -205,7 +213,8 @@ def _gradients(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[A
     dtype = torch.bfloat16 if is_narrow else g.dtype
     temperature, temperatures = head.operand(temperatures, g)
     in_place = out is not None and _adds_in_place(out, dtype)
-    row_size = 1 if out is None or in_place else weight.shape[1]
+    is_widened = _is_widened(hidden.dtype, hidden.device)
+    row_size = 1 if (out is None or in_place) and not is_widened else weight.shape[1]
     for ids, of_tokens in _tiles(hidden.shape[0], _num_ids(weight, head), row_size):
         rows, biases = weight[ids], None if bias is None else bias[ids]
         sums = None

@@ -5,11 +5,13 @@
     grad_cells    gradients of both   -> gradient of each member's logit
 
 What ``members.py`` does for rows of one width; the statuses are those named there. A cell is one id
-of the packed ids, so no row is padded. Ordering and scoring take rows of a like width at a time:
-``Rows`` says which these are. The rest goes over cells, whatever row they are of.
+of the packed ids, so no row is padded. Ordering and scoring take rows of a like width at a time, a
+class: ``Rows`` names rows among which are all of it, and of these the ones with 1 to ``width``
+cells are taken. The rest goes over cells, whatever row they are of.
 
-An id's place in its row is how many ids there are before it, counted: nothing is sorted, so that a
-row of thousands of ids is many programs' and its neighbours of two ids do not wait for it.
+Rows of a class of up to 1,024 ids are sorted, each by a program's share. In wider ones an id's
+place is how many ids there are before it, counted by a program for a few ids at a time: no row is
+one program's alone. Rows of more than 4,096 ids are scored by torch, padded to the widest of them.
 
 Sizes: T tokens, N rows, M cells, R rows of a class, each of at most C ids, V vocabulary. Contract:
 each row is named by one token at most; cells of rows that no token names are no members.
@@ -172,7 +174,7 @@ def _row_bounds(begins_ptr, counts_ptr, r, num_rows, num_cells, width):
     """First cell and number of cells of each row, 0 where the row is not of the class."""
     begin = tl.load(begins_ptr + r, mask=r < num_rows, other=0)
     count = tl.load(counts_ptr + r, mask=r < num_rows, other=0)
-    count = tl.where((count > width) | (begin + count > num_cells), 0, count)
+    count = tl.where((count > width) | (begin < 0) | (begin + count > num_cells), 0, count)
     return begin, count.to(tl.int32)
 
 
@@ -230,10 +232,12 @@ def _place_cells_kernel(
     BLOCK_I: tl.constexpr,  # cells of a row that a program places
     BLOCK_J: tl.constexpr,  # that it compares them with at once
 ):
-    r = tl.program_id(0)
+    num_blocks = tl.cdiv(width, BLOCK_I)
+    r = tl.program_id(0) // num_blocks
+    first_i = (tl.program_id(0) - r * num_blocks) * BLOCK_I
     begin, count = _row_bounds(begins_ptr, counts_ptr, r, num_rows, num_cells, width)
-    i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
-    if tl.program_id(1) * BLOCK_I < count:
+    i = first_i + tl.arange(0, BLOCK_I)
+    if first_i < count:
         ids = tl.load(ids_ptr + begin + i, mask=i < count, other=0)
         before = tl.zeros([BLOCK_I, BLOCK_J], tl.int32)
         again = tl.zeros([BLOCK_I, BLOCK_J], tl.int32)
@@ -353,7 +357,7 @@ def _order_cells_cuda(
     sizes = num_rows, token_ids.shape[0], width, vocab_size
     if width > _SORTED:
         _launch_place_cells(
-            (num_rows, -(-width // _BLOCK_I)), (*given, *sizes), (_BLOCK_I, _BLOCK_J), 4
+            (num_rows * -(-width // _BLOCK_I),), (*given, *sizes), (_BLOCK_I, _BLOCK_J), 4
         )
         return
     num_warps, block_r, block_c = row_tile(width)

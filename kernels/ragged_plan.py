@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packhorse.kernels.members import SUPPORT_MISSING
+from packhorse.kernels.members import MAX_SORTED, SUPPORT_MISSING
 from packhorse.kernels.ragged_members import Rows, order_cells, score_cells
 from packhorse.kernels.rows import (
     check_values,
@@ -31,6 +31,7 @@ from packhorse.kernels.rows import (
 )
 from packhorse.kernels.support import SupportScores, check_token_rows
 from packhorse.kernels.support_rows import check_ragged_rows
+from packhorse.packed.host import without_waiting
 
 #: ids of the narrowest class; the next is 4 times as wide
 NARROWEST: Final = 4
@@ -96,15 +97,14 @@ def make_plan(row_ids: Tensor, row_offsets: Tensor, widths: np.ndarray) -> Plan:
     places = np.arange(len(rest)) + np.repeat(firsts - (sizes.cumsum() - sizes), sizes)
     on_host = np.zeros(int(taken.sum()), np.int32)
     on_host[places] = rest[order]
-    listed = torch.from_numpy(on_host)
-    if device.type == "cuda":
-        listed = listed.pin_memory().to(device, non_blocking=True)
-    else:
-        listed = listed.to(device)
+    listed = without_waiting(torch.from_numpy(on_host), device)
     of_list = Rows(*(x.index_select(0, listed) for x in rows))
     for k, (first, size) in enumerate(zip(firsts.tolist(), sizes.tolist(), strict=True)):
         if size:
-            classes.append(Class(4 ** (k + 1), of_list.part(slice(first, first + size))))
+            width = 4 ** (k + 1)
+            if width > MAX_SORTED:  # torch pads these
+                width = int(widths[on_host[first : first + size]].max())
+            classes.append(Class(width, of_list.part(slice(first, first + size))))
     begins = gather_rows(rows.begins.contiguous(), row_ids)
     return Plan(tuple(classes), Rows(slots, begins, gather_rows(counts, row_ids)))
 
@@ -151,7 +151,7 @@ def _check_widths(op: str, widths: object, num_rows: int, num_ids: int) -> np.nd
 
 def _check_rows(op: str, row_ids: Tensor, row_offsets: Tensor, widths: np.ndarray) -> None:
     """What a GPU believes, unless it is asked to check values."""
-    expected = torch.from_numpy(widths.astype(np.int64)).to(row_offsets.device)
+    expected = without_waiting(torch.from_numpy(widths.astype(np.int64)), row_offsets.device)
     fits = (row_offsets.diff() == expected).all()
     check_values(fits, f"{op}: widths must be those of row_offsets")
     inside = ((row_ids >= -1) & (row_ids < len(widths))).all()

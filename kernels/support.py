@@ -197,7 +197,8 @@ def full_logprobs_backward_reference(
         g, sampled, m, total = (x[:, None] for x in chunk)
         p = (_scale(rows[:, :vocab_size], temperature) - m - total).exp()
         grad_z = (-g * p).scatter_add_(1, sampled.clamp(0, vocab_size - 1), g)
-        out[:, :vocab_size] = torch.where(sampled >= 0, grad_z, 0.0)
+        # a score without a gradient adds nothing, whatever the row holds
+        out[:, :vocab_size] = torch.where((sampled >= 0) & (g != 0), grad_z, 0.0)
         out[:, vocab_size:] = 0
     return grad_logits
 

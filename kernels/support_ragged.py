@@ -328,7 +328,8 @@ def ragged_support_logprobs(
 
     Returns:
         ``SupportScores`` [T] as of ``support_logprobs``. Beyond the gradient of the logits, memory
-        is a few numbers a cell. Not for a CUDA graph: which rows are scored together is host data.
+        is a few numbers a cell; of rows of more than 4,096 ids, a few dozen. Not for a CUDA graph:
+        which rows are scored together is host data.
 
     Raises:
         As ``support_logprobs`` and ``gather_ragged_support``; ValueError where ``widths`` are not

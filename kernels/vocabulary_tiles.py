@@ -409,7 +409,7 @@ def _sum_vocabulary_tile_cuda(
     if num_parts > 1:
         parts = products.new_empty((3, num_tokens, num_parts))
     capped, scaled = softcap is not None, temperatures is not None or temperature != 1
-    scalars = (num_tokens, sums.stride(0), 1.0 if softcap is None else softcap, float(temperature))
+    scalars = (num_tokens, sums.stride(0), 1.0 if softcap is None else softcap, temperature)
     pointers = (
         products.contiguous(), None if bias is None else bias.contiguous(),
         sampled_ids.contiguous(), temperatures, sums, parts,
@@ -449,7 +449,7 @@ def _grad_vocabulary_tile_cuda(
         (
             products.contiguous(), None if bias is None else bias.contiguous(), sampled_ids,
             temperatures, *numbers, out, width // vec, num_blocks, first_id,
-            1.0 if softcap is None else softcap, float(temperature),
+            1.0 if softcap is None else softcap, temperature,
         ),
         (vec, capped, scaled, block_v),
         _NUM_WARPS,

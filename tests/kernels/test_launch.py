@@ -16,6 +16,7 @@ from packhorse import (
     make_row_ids,
     restore_tokens,
     scatter_rows,
+    support_logprobs,
     validate_routes,
     validate_support,
 )
@@ -34,6 +35,20 @@ def test_a_scalar_is_compiled_as_an_integer_whatever_holds_it(fill):
     with compile_only("sm_90") as compiled:
         rows._gather_rows_cuda(meta(9, 4, dtype=torch.int32), meta(5, dtype=torch.int64), fill)
     assert compiled[0].src.signature["fill"] == "i32"
+
+
+@pytest.mark.parametrize("temperature", [np.float64(0.7)], ids=repr)
+def test_a_temperature_of_numpy_is_a_float(temperature, device):
+    """np.float64 is a float, so that no check stops it."""
+    logits = torch.arange(12.0, device=device).view(2, 6).requires_grad_()
+    ids = torch.tensor([[1, 4, 5], [0, 2, -1]], dtype=torch.int32, device=device)
+    sampled = torch.tensor([4, 0], device=device)
+    runs = []
+    for given in (temperature, float(temperature)):
+        scores = support_logprobs(logits, ids, sampled, temperature=given)
+        (grad,) = torch.autograd.grad(scores.logprobs.sum(), logits)
+        runs.append((scores.logprobs.detach(), grad))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 @pytest.mark.compile

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from packhorse.kernels import members
+from packhorse.kernels import members, ragged_members
 from packhorse.kernels.ragged_members import Rows, grad_cells, order_cells, score_cells
 from packhorse.kernels.support import (
     SAMPLED_IMPOSSIBLE,
@@ -52,14 +52,29 @@ def in_python(ids, rows):
         yield token, slice(begin, begin + count), wanted
 
 
+@pytest.mark.parametrize("how", ["as its width says", "placed by counting"])
 @pytest.mark.parametrize("width", CLASSES)
-def test_a_row_holds_its_distinct_ids_ascending(width, device):
+def test_a_row_holds_its_distinct_ids_ascending(width, how, device, monkeypatch):
+    if how == "placed by counting":
+        monkeypatch.setattr(ragged_members, "_SORTED", 0)
     ids, rows, _ = make(CLASSES[width], device)
     columns, owners = torch.full_like(ids, 77), torch.full_like(ids, 77)
     order_cells(columns, owners, ids, *rows, width, VOCAB)
     for token, cells, wanted in in_python(ids, rows):
         assert columns[cells].tolist() == wanted
         assert owners[cells].tolist() == [token] * len(wanted)
+
+
+def test_a_row_of_more_blocks_than_a_grids_second_axis_has(cuda):
+    """Unfiltered sampling over a vocabulary of 262,400 is such a row; CUDA's limit is 65,535."""
+    count = 65_600 * ragged_members._BLOCK_I
+    ids = torch.randint(2**20, (count,), generator=torch.Generator().manual_seed(0)).int().to(cuda)
+    rows = Rows(*(torch.tensor([x], device=cuda) for x in (0, 0, count)))
+    columns, owners = torch.full_like(ids, -1), torch.full_like(ids, -1)
+    order_cells(columns, owners, ids, *rows, count, 2**20)
+    ordered = ids.sort().values
+    first = torch.cat([ordered[:1] >= 0, ordered[1:] != ordered[:-1]])
+    assert torch.equal(columns, torch.where(first, ordered, -2))
 
 
 def test_rows_of_other_classes_are_left(device):

@@ -303,20 +303,26 @@ def test_policy_and_reference_score_by_the_same_call(device):
 
 
 @pytest.mark.parametrize("support", [True, False], ids=["support", "vocabulary"])
-def test_nan_at_a_scored_token_that_the_loss_masks_is_part_of_no_gradient(support, device):
+@pytest.mark.parametrize("source", ["hidden states", "logits"])
+def test_nan_at_a_scored_token_that_the_loss_masks_is_part_of_no_gradient(support, source, device):
     case = HeadCase("thd", device)
     with torch.no_grad():
         case.hidden[case.place(1, LENGTHS[1] - RESPONSES[1] - 1)] = float("nan")
     over = {"support": case.packed_support} if support else {"response_lengths": RESPONSES}
-    scores = score_microbatch(case.hidden, case.layout, case.token_ids, lm_head=case.head(), **over)
+    if source == "logits":
+        logits = (case.hidden.detach() @ case.weight.detach().T).requires_grad_()
+        scores = score_microbatch(logits, case.layout, case.token_ids, **over)
+    else:
+        over["lm_head"] = case.head()
+        scores = score_microbatch(case.hidden, case.layout, case.token_ids, **over)
     mask = torch.arange(sum(RESPONSES), device=device) != RESPONSES[0]
     assert scores.logprobs.values.isnan().tolist() == (~mask).tolist()
     loss = torch.where(mask, scores.logprobs.values, 0.0).sum()
     assert loss.isfinite()
     loss.backward()
-    assert case.weight.grad.isfinite().all()
-    assert case.weight.grad.any()
-    assert case.hidden.grad.isfinite().all()
+    leaves = [logits] if source == "logits" else [case.weight, case.hidden]
+    assert all(leaf.grad.isfinite().all() for leaf in leaves)
+    assert all(leaf.grad.any() for leaf in leaves)
 
 
 @pytest.mark.parametrize("tokens", ["packed", "dense"])
