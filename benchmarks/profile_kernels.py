@@ -189,25 +189,33 @@ def ragged_scoring(setting: Setting) -> Callable[[], Case]:
 
 
 def from_logits(setting: Setting, width: int = 20) -> Callable[[], Case]:
-    """Scores over the support from logits, with their gradient; of a width of 0 over ragged rows."""
+    """Scores over the support from logits, with their gradient; ``width`` 0: over ragged rows."""
 
     def build() -> Case:
-        num_tokens = setting.size(2048)
+        num_tokens, device = setting.size(2048), setting.device
         vocab = max(setting.size(151936), 64)
-        logits = torch.randn(num_tokens, vocab, device=setting.device).to(torch.bfloat16)
+        logits = torch.randn(num_tokens, vocab, device=device).to(torch.bfloat16)
         logits.requires_grad_()
-        ids = draw_ids(num_tokens, vocab, width, 1.0, setting.device)
-        sampled = ids[:, 0].long()
+        widths = torch.full((num_tokens,), width) if width else row_widths(num_tokens, vocab)
+        count = int(widths.sum())
+        ids = draw_ids(-(-count // 64), vocab, 64, 1.0, device).flatten()[:count].contiguous()
+        offsets = torch.cat([widths.new_zeros(1), widths.cumsum(0)]).to(device)
+        row_ids = torch.arange(num_tokens, device=device)
+        sampled = ids[offsets[:-1]].long()
 
         def ours(_: int) -> tuple[Tensor, ...]:
-            return torch.autograd.grad(
-                support_logprobs(logits, ids, sampled).logprobs.sum(), logits
-            )
+            if width:
+                scores = support_logprobs(logits, ids.view(-1, width), sampled, row_ids=row_ids)
+            else:
+                scores = ragged_support_logprobs(
+                    logits, ids, offsets, row_ids, sampled, widths=widths.numpy()
+                )
+            return torch.autograd.grad(scores.logprobs.sum(), logits)
 
         # a sector of 32 bytes a member, and the gradient
         return Case(
             tokens=num_tokens,
-            bytes_moved=num_tokens * (width * 32 + vocab * 2),
+            bytes_moved=count * 32 + num_tokens * vocab * 2,
             providers={"packhorse": ours},
             expected=ours,
         )
