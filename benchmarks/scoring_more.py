@@ -9,7 +9,8 @@ width; what a GPU must read at least compares scoring from logits: a sector of 3
     ragged      64k tokens, widths log-normal with median 2 and mean 8 (99 % up to some 90), ids
                 drawn from Zipf's law, beside 20 ids a row at as many members in all
     vocabulary  all logits in torch, their log-softmax, its backward, beside tiles of them
-    logits      support_logprobs, forward and backward, beside reading the members and no more
+    logits      support_logprobs, forward and backward, beside reading the members and no more;
+                and ragged_support_logprobs
 
 Ragged scoring uploads which rows are of a like width, so it is timed as it is called, not in a
 graph; ``_gpu_ms`` is the time of its kernels alone, by torch's profiler.
@@ -36,6 +37,7 @@ from packhorse.kernels.lm_head import lm_head_support_logprobs
 from packhorse.kernels.lm_head_full import full_vocabulary_logprobs
 from packhorse.kernels.lm_head_ragged import lm_head_ragged_support_logprobs
 from packhorse.kernels.support import support_logprobs
+from packhorse.kernels.support_ragged import ragged_support_logprobs
 
 SECTOR = 32
 HIDDEN_SIZE, VOCAB = 2048, 151_936
@@ -249,7 +251,28 @@ def from_logits(sizes: Sizes) -> list[dict[str, Any]]:
             line["bare_reads_ms"] = bare_reads(logits, ids)
         lines.append(line | passes(sizes, score, (logits,), graph=True))
         del logits
-    return lines
+    return lines + ragged_from_logits(sizes)
+
+
+def ragged_from_logits(sizes: Sizes) -> list[dict[str, Any]]:
+    num_tokens = sizes.tokens(16384)
+    logits = torch.randn(num_tokens, sizes.vocab, device=sizes.device).bfloat16().requires_grad_()
+    widths = row_widths(num_tokens, sizes.vocab).numpy()
+    num_ids = int(widths.sum())
+    flat = draw_ids(-(-num_ids // 64), sizes.vocab, 64, 1.0, sizes.device).flatten()[:num_ids]
+    flat = flat.contiguous()
+    offsets = torch.from_numpy(np.concatenate([[0], widths.cumsum()])).to(sizes.device)
+    row_ids = torch.arange(num_tokens, device=sizes.device)
+    sampled = flat[offsets[:-1]].long()
+
+    def score() -> Tensor:
+        return ragged_support_logprobs(
+            logits, flat, offsets, row_ids, sampled, widths=widths
+        ).logprobs
+
+    line = {"case": "logits, ragged", "tokens": num_tokens, "members": num_ids}
+    line |= {"widest": int(widths.max()), "sector_bytes": num_ids * SECTOR}
+    return [line | passes(sizes, score, (logits,), graph=False)]
 
 
 CASES = {
