@@ -69,7 +69,9 @@ class _LmHeadSupportLogprobs(torch.autograd.Function):
         scores, kept = _score(
             hidden, weight, bias, support_ids, sampled_ids, temperatures, head, row_ids
         )
-        ctx.save_for_backward(hidden, weight, sampled_ids, temperatures, scores.entropy, *kept)
+        ctx.save_for_backward(
+            hidden, weight, sampled_ids, temperatures, scores.entropy, scores.status, *kept
+        )
         ctx.head, ctx.bias_dtype = head, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(scores.status, scores.num_ignored)
         return tuple(scores)
@@ -77,7 +79,7 @@ class _LmHeadSupportLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy, _grad_status, _grad_num_ignored):
-        hidden, weight, sampled_ids, temperatures, entropy, *kept = ctx.saved_tensors
+        hidden, weight, sampled_ids, temperatures, entropy, status, *kept = ctx.saved_tensors
         columns, member_logprobs, *capped = kept
         head: Head = ctx.head
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
@@ -92,7 +94,7 @@ class _LmHeadSupportLogprobs(torch.autograd.Function):
         grads = of_members()
         grad_hidden = grad_weight = grad_bias = None
         if wants_hidden:
-            grad_hidden = grad_hidden_of_members(grads, weight, columns, head.vocab_start)
+            grad_hidden = grad_hidden_of_members(grads, weight, columns, status, head.vocab_start)
             grad_hidden = head.sum_over_group(grad_hidden)
         if wants_weight or wants_bias:
             unsorted = pair_rows(grads, columns, head.vocab_start, weight.shape[0])

@@ -82,7 +82,8 @@ def grad_hidden_of_cells_reference(
         some = slice(begin, begin + _CELLS_AT_ONCE)
         # a factor of 0 reads nothing: whatever the row holds, it adds 0
         rest = torch.where((grads[some] != 0)[:, None], widened(weight[rows[some]]), 0.0)
-        sums.index_add_(0, token[some], grads[some, None] * rest)
+        # in one order on a GPU too, where index_add_ has none
+        sums.index_put_((token[some],), grads[some, None] * rest, accumulate=True)
     return sums.to(weight.dtype)
 
 

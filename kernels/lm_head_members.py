@@ -79,6 +79,15 @@ def grad_hidden_reference(
     return out.to(weight.dtype)
 
 
+def grad_hidden_of_members_reference(
+    grads: Tensor, weight: Tensor, columns: Tensor, status: Tensor, vocab_start: int
+) -> Tensor:
+    """[T, H] of the weight's dtype. ``status`` [T] is that of the scores: a row that has none has
+    no gradient, and is not read."""
+    grads = torch.where((status == 0)[:, None], grads, 0.0)
+    return grad_hidden_reference(grads, weight, columns, vocab_start)
+
+
 def pair_rows(grads: Tensor, columns: Tensor, vocab_start: int, num_rows: int) -> Tensor:
     """[P] int32 rows of this shard, ``num_rows`` for what has none or no gradient."""
     rows = columns - vocab_start
@@ -165,7 +174,10 @@ def _project_members_kernel(
         hidden = tl.load(hidden_ptr + cols, mask=scored & in_row, other=0.0).to(tl.float32)
     columns_ptr += token * width
     logits_ptr += (tl.program_id(1).to(tl.int64) * num_tokens + token) * width
-    for first in range(0, width, BLOCK_C):
+    for first in range(0, tl.where(scored, 0, width), 32):
+        c = first + tl.arange(0, 32)
+        tl.store(logits_ptr + c, tl.zeros([32], tl.float32), mask=c < width)
+    for first in range(0, tl.where(scored, width, 0), BLOCK_C):
         c = first + tl.arange(0, BLOCK_C)
         row = tl.load(columns_ptr + c, mask=c < width, other=-1)
         here = (row >= vocab_start) & (row - vocab_start < num_rows)
@@ -190,6 +202,7 @@ def _grad_hidden_kernel(
     grads_ptr,  # [T, C] float32
     weight_ptr,  # [V, H]
     columns_ptr,  # [T, C] int32
+    status_ptr,  # [T] uint8: other than 0 where the row has no gradient
     out_ptr,  # [T, H]
     width,  # C
     num_units,  # H; it and the stride in units of VEC elements
@@ -208,7 +221,8 @@ def _grad_hidden_kernel(
     columns_ptr += token * width
     grads_ptr += token * width
     total = tl.zeros([BLOCK_H], tl.float32)
-    for first in range(0, width, BLOCK_C):
+    scored = tl.load(status_ptr + token) == 0
+    for first in range(0, tl.where(scored, width, 0), BLOCK_C):
         c = first + tl.arange(0, BLOCK_C)
         grad = tl.load(grads_ptr + c, mask=c < width, other=0.0)
         row = tl.load(columns_ptr + c, mask=c < width, other=-1)
@@ -376,18 +390,18 @@ def _project_members_cuda(
 
 
 def _grad_hidden_of_members_cuda(
-    grads: Tensor, weight: Tensor, columns: Tensor, vocab_start: int
+    grads: Tensor, weight: Tensor, columns: Tensor, status: Tensor, vocab_start: int
 ) -> Tensor:
     hidden_size = weight.shape[1]
     if weight.dtype == torch.float64 or columns.numel() == 0 or hidden_size == 0:
-        return grad_hidden_reference(grads, weight, columns, vocab_start)
+        return grad_hidden_of_members_reference(grads, weight, columns, status, vocab_start)
     out = weight.new_empty((columns.shape[0], hidden_size))
     block, num_slices = slices(hidden_size)
     vec = math.gcd(16 // weight.itemsize, hidden_size, weight.stride(0))
     _launch_grad_hidden(
         (columns.shape[0], num_slices),
         (
-            grads, weight, columns, out, columns.shape[1], hidden_size // vec,
+            grads, weight, columns, status, out, columns.shape[1], hidden_size // vec,
             weight.stride(0) // vec, vocab_start, weight.shape[0],
         ),
         (vec, hidden_size % block == 0, _BLOCK_C, block),
@@ -452,9 +466,9 @@ torch.library.impl("packhorse::project_members", "CUDA", _project_members_cuda)
 
 torch.library.define(
     "packhorse::grad_hidden_of_members",
-    "(Tensor grads, Tensor weight, Tensor columns, SymInt vocab_start) -> Tensor",
+    "(Tensor grads, Tensor weight, Tensor columns, Tensor status, SymInt vocab_start) -> Tensor",
 )
-torch.library.impl("packhorse::grad_hidden_of_members", "CPU", grad_hidden_reference)
+torch.library.impl("packhorse::grad_hidden_of_members", "CPU", grad_hidden_of_members_reference)
 torch.library.impl("packhorse::grad_hidden_of_members", "CUDA", _grad_hidden_of_members_cuda)
 
 torch.library.define(
@@ -475,7 +489,7 @@ def _project_members_fake(hidden, _weight, _bias, columns, *_) -> Tensor:
 
 
 @torch.library.register_fake("packhorse::grad_hidden_of_members")
-def _grad_hidden_of_members_fake(_grads, weight, columns, _vocab_start) -> Tensor:
+def _grad_hidden_of_members_fake(_grads, weight, columns, *_) -> Tensor:
     return weight.new_empty((columns.shape[0], weight.shape[1]))
 
 

@@ -204,7 +204,7 @@ def lm_head(
         main_grad = meta(9001, hidden_size, dtype=torch.float32)
         known = meta(TOKENS, dtype=u8)
         lm_head_members._project_members_cuda(hidden, weight, None, columns, known, 0)
-        lm_head_members._grad_hidden_of_members_cuda(grads, weight, columns, 0)
+        lm_head_members._grad_hidden_of_members_cuda(grads, weight, columns, known, 0)
         rows, pairs = meta(TOKENS * 20, dtype=i32), meta(TOKENS * 20, dtype=i64)
         lm_head_members._add_weight_gradient_cuda(main_grad, grads, hidden, rows, pairs, 20)
 

@@ -388,7 +388,7 @@ def test_operators_pass_opcheck(device):
     given = (logprobs, entropy, columns, members, entropy, sampled, 0.7)
     torch.library.opcheck(ops.grad_members.default, given)
     grads = ops.grad_members(*given)
-    torch.library.opcheck(ops.grad_hidden_of_members.default, (grads, weight, columns, 0))
+    torch.library.opcheck(ops.grad_hidden_of_members.default, (grads, weight, columns, known, 0))
     out = torch.zeros(weight.shape, device=device)
     pairs = pair_rows(grads, columns, 0, 30).sort(stable=True)
     torch.library.opcheck(ops.add_weight_gradient.default, (out, grads, states, *pairs, 5))
@@ -457,8 +457,8 @@ def test_logits_of_shards_add_up_to_the_whole_bit_for_bit(device):
         pairs = pair_rows(grads, columns, a, w.shape[0]).sort(stable=True)
         ops.add_weight_gradient(part, grads, states, *pairs, width)
         torch.testing.assert_close(part, out[a : a + w.shape[0]])  # chunks end elsewhere
-    summed = sum(ops.grad_hidden_of_members(grads, w, columns, a) for w, a in shards)
-    torch.testing.assert_close(summed, ops.grad_hidden_of_members(grads, weight, columns, 0))
+    summed = sum(ops.grad_hidden_of_members(grads, w, columns, known, a) for w, a in shards)
+    torch.testing.assert_close(summed, ops.grad_hidden_of_members(grads, weight, columns, known, 0))
 
 
 def test_parts_are_added_in_their_order_by_ranks_as_by_one(device):
