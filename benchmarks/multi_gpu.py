@@ -7,7 +7,7 @@
                each schedule also agrees over all ranks (one host all-reduce over gloo)
     scoring    ``lm_head_support_logprobs`` with the vocabulary sharded over all ranks, beside one
                GPU with the whole weight; 8,192 tokens, H 2,048, V 151,936, 20 ids a token, bf16;
-               the time on the device, and called plainly, with the host's launches in it
+               called plainly, with the host's launches in it, and the time on the device alone
     padding    token-experts that each rank's experts get from 90 % padding, "spread" beside
                "constant", and the time of an all-to-all of their hidden states with those sizes
 
@@ -162,7 +162,7 @@ def scoring(machine: Machine, repeats: int) -> list[dict[str, Any]]:
             "case": "scoring", "part": name, "tokens": tokens, "hidden": hidden_size,
             "vocab": vocab, "width": width,
         }  # fmt: skip
-        for suffix, queued in (("", True), (", called plainly", False)):
+        for suffix, queued in (("", False), (", on the device", True)):
             for key, (*both, _) in (("sharded", sharded), ("one GPU", alone)):
                 ranks = machine.gathered(machine.us(both[index], repeats, queued=queued))
                 line[key + suffix] = max(ranks)
