@@ -31,7 +31,6 @@ from packhorse.kernels.rows import (
 )
 from packhorse.kernels.support import SupportScores, check_token_rows
 from packhorse.kernels.support_rows import check_ragged_rows
-from packhorse.packed.host import without_waiting
 
 #: ids of the narrowest class; the next is 4 times as wide
 NARROWEST: Final = 4
@@ -79,6 +78,14 @@ class Plan(NamedTuple):
         return scores, members
 
 
+def _upload(listed: np.ndarray, device: torch.device) -> Tensor:
+    """From pinned memory where it goes to a GPU: nothing waits."""
+    tensor = torch.from_numpy(listed)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def make_plan(row_ids: Tensor, row_offsets: Tensor, widths: np.ndarray) -> Plan:
     """Classes of rows of ``widths`` [N] ids, and the row of each token."""
     device, num_rows = row_ids.device, len(widths)
@@ -97,7 +104,7 @@ def make_plan(row_ids: Tensor, row_offsets: Tensor, widths: np.ndarray) -> Plan:
     places = np.arange(len(rest)) + np.repeat(firsts - (sizes.cumsum() - sizes), sizes)
     on_host = np.zeros(int(taken.sum()), np.int32)
     on_host[places] = rest[order]
-    listed = without_waiting(torch.from_numpy(on_host), device)
+    listed = _upload(on_host, device)
     of_list = Rows(*(x.index_select(0, listed) for x in rows))
     for k, (first, size) in enumerate(zip(firsts.tolist(), sizes.tolist(), strict=True)):
         if size:
@@ -151,7 +158,7 @@ def _check_widths(op: str, widths: object, num_rows: int, num_ids: int) -> np.nd
 
 def _check_rows(op: str, row_ids: Tensor, row_offsets: Tensor, widths: np.ndarray) -> None:
     """What a GPU believes, unless it is asked to check values."""
-    expected = without_waiting(torch.from_numpy(widths.astype(np.int64)), row_offsets.device)
+    expected = _upload(widths.astype(np.int64), row_offsets.device)
     fits = (row_offsets.diff() == expected).all()
     check_values(fits, f"{op}: widths must be those of row_offsets")
     inside = ((row_ids >= -1) & (row_ids < len(widths))).all()
