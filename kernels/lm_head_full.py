@@ -23,7 +23,7 @@ Sizes: T tokens, H hidden size, V vocabulary rows of this rank.
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from packhorse._nvtx import ranged
 from packhorse.kernels.lm_head_checks import Head, check_head, unit_rows
-from packhorse.kernels.support import wants_gradients
+from packhorse.kernels.support import VocabularyScores, wants_gradients
 from packhorse.kernels.vocabulary_tiles import (
     grad_vocabulary_tile,
     shift_sums,
@@ -48,13 +48,6 @@ _LOGITS_AT_ONCE: Final = 1 << 24
 #: A tile has a multiple of so many ids: its rows are read 16 bytes at a time.
 _ALIGNED_IDS: Final = 256
 _INF: Final = float("inf")
-
-
-class VocabularyScores(NamedTuple):
-    """What ``full_vocabulary_logprobs`` returns, one entry a token."""
-
-    logprobs: Tensor  # [T] float32 (float64 for float64 hidden states), differentiable
-    entropy: Tensor  # [T] as logprobs, nats, differentiable
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:

@@ -7,8 +7,8 @@
     d logprobs[t] / d z[t, c] = 1[c = s] - p_c
     d entropy[t]  / d z[t, c] = -p_c (log p_c + entropy[t])      both exactly 0 for c not in D(t)
 
-``full_logprobs`` is the same with the whole vocabulary as support. The division by the temperature
-is done here and nowhere else: give the logits as the model made them.
+``support_full.py`` has the same with the whole vocabulary as support. The division by the
+temperature is done in these and nowhere else: give the logits as the model made them.
 
 ``status[t]`` says whether row t has a score. The first that holds:
 
@@ -37,7 +37,7 @@ a member too.
 Sizes: T tokens, N rows, V vocabulary, C candidates a row.
 """
 
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -66,15 +66,19 @@ __all__ = [
     "SUPPORT_MISSING",
     "SUPPORT_OK",
     "SupportScores",
-    "full_logprobs",
+    "VocabularyScores",
     "support_logprobs",
 ]
 
 LOGITS_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 SUPPORT_DTYPES = frozenset({torch.int32, torch.int64})
 
-#: Widened logits that ``full_logprobs`` holds at once: 64 MiB of float32.
-_CHUNK_ELEMENTS: Final = 1 << 24
+
+class VocabularyScores(NamedTuple):
+    """Scores over the whole vocabulary, one entry a token."""
+
+    logprobs: Tensor  # [T] float32 (float64 for float64 inputs), differentiable
+    entropy: Tensor  # [T] as logprobs, nats, differentiable
 
 
 class SupportScores(NamedTuple):
@@ -87,11 +91,6 @@ class SupportScores(NamedTuple):
 
 
 # --- reference: the specification, and, but for members, what every device runs -------------------
-
-
-def _scale(x: Tensor, temperature: float) -> Tensor:
-    """Widen logits and divide them by the temperature: the one place where that is done."""
-    return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32) / temperature
 
 
 class Shard(NamedTuple):
@@ -153,63 +152,6 @@ def wants_gradients(*inputs: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
-def full_logprobs_reference(
-    logits: Tensor, sampled_ids: Tensor, temperature: float, vocab_size: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns logprobs [T], and for the backward: row_max [T], log_total [T]."""
-    num_columns = logits.shape[1]
-    vocab_size = num_columns if vocab_size is None else vocab_size
-    row_maxs, log_totals, chosen = [], [], []
-    columns = sampled_ids.clamp(0, vocab_size - 1)
-    for rows, column in zip(_row_chunks(logits), _row_chunks(columns, num_columns), strict=True):
-        z = _scale(rows[:, :vocab_size], temperature)
-        row_max = z.amax(1)
-        shifted = z - row_max[:, None]
-        row_maxs.append(row_max)
-        log_totals.append(shifted.exp().sum(1).log())
-        chosen.append(shifted.gather(1, column[:, None]).squeeze(1))
-    row_max, log_total = torch.cat(row_maxs), torch.cat(log_totals)
-    logprobs = torch.cat(chosen) - log_total
-    logprobs = torch.where(sampled_ids < vocab_size, logprobs, float("nan"))
-    return torch.where(sampled_ids >= 0, logprobs, 0.0), row_max, log_total
-
-
-def full_logprobs_backward_reference(
-    grad_logprobs: Tensor,  # [T]
-    logits: Tensor,  # [T, V]
-    sampled_ids: Tensor,  # [T]
-    row_max: Tensor,  # [T]
-    log_total: Tensor,  # [T]
-    temperature: float,
-    vocab_size: int | None,
-) -> Tensor:
-    """Returns the gradient of the logits, of their shape and dtype."""
-    vocab_size = logits.shape[1] if vocab_size is None else vocab_size
-    grad = torch.where(sampled_ids < vocab_size, grad_logprobs, float("nan")) / temperature
-    grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    per_row = (grad, sampled_ids, row_max, log_total)
-    for out, rows, *chunk in zip(
-        _row_chunks(grad_logits),
-        _row_chunks(logits),
-        *(_row_chunks(x, logits.shape[1]) for x in per_row),
-        strict=True,
-    ):
-        g, sampled, m, total = (x[:, None] for x in chunk)
-        p = (_scale(rows[:, :vocab_size], temperature) - m - total).exp()
-        grad_z = (-g * p).scatter_add_(1, sampled.clamp(0, vocab_size - 1), g)
-        # a score without a gradient adds nothing, whatever the row holds
-        out[:, :vocab_size] = torch.where((sampled >= 0) & (g != 0), grad_z, 0.0)
-        out[:, vocab_size:] = 0
-    return grad_logits
-
-
-def _row_chunks(x: Tensor, num_columns: int | None = None) -> tuple[Tensor, ...]:
-    """Split along the tokens so that one chunk of the logits widens to ``_CHUNK_ELEMENTS``."""
-    if torch.compiler.is_compiling():
-        return (x,)  # a compiler fuses the widening into the reductions
-    return x.split(max(1, _CHUNK_ELEMENTS // (num_columns or x.shape[1])))
-
-
 # --- autograd: a closed form, which keeps nothing of size V for support_logprobs ------------------
 
 
@@ -260,26 +202,6 @@ def all_zero(x: Tensor) -> Tensor:
     else:
         x.zero_()
     return x
-
-
-class _FullLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, sampled_ids, temperature, vocab_size):
-        logprobs, row_max, log_total = full_logprobs_reference(
-            logits, sampled_ids, temperature, vocab_size
-        )
-        ctx.save_for_backward(logits, sampled_ids, row_max, log_total)
-        ctx.temperature, ctx.vocab_size = temperature, vocab_size
-        return logprobs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_logprobs):
-        logits, sampled_ids, row_max, log_total = ctx.saved_tensors
-        grad_logits = full_logprobs_backward_reference(
-            grad_logprobs, logits, sampled_ids, row_max, log_total, ctx.temperature, ctx.vocab_size
-        )
-        return grad_logits, None, None, None
 
 
 # --- public API -----------------------------------------------------------------------------------
@@ -355,44 +277,7 @@ def support_logprobs(
     return _score_logits(*arguments)[0]
 
 
-@ranged
-def full_logprobs(
-    logits: Tensor,
-    sampled_ids: Tensor,
-    *,
-    temperature: float = 1.0,
-    vocab_size: int | None = None,
-) -> Tensor:
-    """Logprob of each sampled id over the whole vocabulary.
-
-    Args:
-        logits: [T, V] or wider, as for ``support_logprobs``. Kept for the backward.
-        sampled_ids: [T] int64 on ``logits.device``. A negative id says that the row has no target.
-        temperature: as for ``support_logprobs``.
-        vocab_size: V, as for ``support_logprobs``. Without it the pad columns of a padded
-            vocabulary take their share of the probability, and every logprob is too low.
-
-    Returns:
-        [T] float32 (float64 for float64 logits), differentiable once in ``logits``. 0 without a
-        gradient where the sampled id is negative; NaN where it is V or more, since there is no
-        status to report it; -inf where its logit is -inf; NaN where a logit of the row is NaN or
-        +inf, or all are -inf. Widened logits exist for 2**24 elements at a time.
-
-    Raises:
-        As ``support_logprobs``.
-
-    Example:
-        >>> full_logprobs(torch.zeros(1, 4), torch.tensor([2])).exp()
-        tensor([0.2500])
-    """
-    temperature = _validate("full_logprobs", logits, sampled_ids, temperature)
-    check_vocab_size("full_logprobs", logits, vocab_size)
-    if torch.is_grad_enabled() and logits.requires_grad:
-        return _FullLogprobs.apply(logits, sampled_ids, temperature, vocab_size)
-    return full_logprobs_reference(logits, sampled_ids, temperature, vocab_size)[0]
-
-
-def _validate(op: str, logits: Tensor, sampled_ids: Tensor, temperature: float) -> float:
+def validate_logits(op: str, logits: Tensor, sampled_ids: Tensor, temperature: float) -> float:
     """Check what both functions take; returns the temperature, a whole one as a float."""
     for field, tensor in (("logits", logits), ("sampled_ids", sampled_ids)):
         if not isinstance(tensor, Tensor):
@@ -433,7 +318,7 @@ def check_logits(
     """Check what scoring from logits takes beside a support, and raise as ``support_logprobs``, in
     the name of ``op``. Returns the temperature, the size of the whole vocabulary (None: all
     columns), and the shard where it is one of several."""
-    temperature = _validate(op, logits, sampled_ids, temperature)
+    temperature = validate_logits(op, logits, sampled_ids, temperature)
     shard = None
     if group is not None and dist.get_world_size(group) > 1:
         shard, vocab_size = _shard_of(op, logits, vocab_size, vocab_start, group)

@@ -74,8 +74,7 @@ class MicrobatchScores:
         logprobs: [N] float32 (float64 for float64 logits), differentiable; exactly 0, without a
             gradient, where the status is 1 to 4.
         entropy: [N], dtype as ``logprobs``, nats over the support, differentiable; exactly 0 where
-            the status is not 0. Without a support it is over the vocabulary from hidden states, and
-            0 from logits.
+            the status is not 0. Without a support it is over the vocabulary.
         status: [N] uint8, one of the above.
         counts: [6] int64 on their device: response tokens of each status; its index is the status.
         num_ignored: [] int64 there: candidates left out of all supports, since they are repeated or
@@ -196,20 +195,14 @@ def score_microbatch(
     shown = restored[..., 2].detach()
     status = (packed[:, 2].detach() - 1).to(torch.uint8)
     statuses = torch.arange(SCORED_FULL + 1, device=status.device)
-    has_entropy = support is not None or lm_head is not None
-
-    def field(column: int, of: Tensor) -> Tensor:
-        values = of[..., column]
-        return values if column == 0 or has_entropy else values.detach()
-
     return MicrobatchScores(
-        logprobs=PackedTensor.from_lengths(field(0, packed).contiguous(), responses),
-        entropy=PackedTensor.from_lengths(field(1, packed).contiguous(), responses),
+        logprobs=PackedTensor.from_lengths(packed[:, 0].contiguous(), responses),
+        entropy=PackedTensor.from_lengths(packed[:, 1].contiguous(), responses),
         status=PackedTensor.from_lengths(status, responses),
         counts=(status[:, None] == statuses).sum(0),
         num_ignored=packed[:, 3].detach().to(torch.int64).sum(),
-        dense_logprobs=field(0, restored),
-        dense_entropy=field(1, restored),
+        dense_logprobs=restored[..., 0],
+        dense_entropy=restored[..., 1],
         valid=(shown == _SCORED[0] + 1) | (shown == _SCORED[1] + 1),
     )
 

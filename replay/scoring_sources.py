@@ -23,9 +23,9 @@ from packhorse.kernels.rows import gather_rows
 from packhorse.kernels.support import (
     SupportScores,
     check_vocab_size,
-    full_logprobs,
     support_logprobs,
 )
+from packhorse.kernels.support_full import full_scores
 from packhorse.kernels.support_ragged import ragged_support_logprobs
 from packhorse.packed.host import without_waiting
 from packhorse.packed.ragged import PackedRagged
@@ -111,8 +111,7 @@ class Logits:
         self, sampled_ids: Tensor, slots: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         logits = self.logits if slots is None else gather_rows(self.logits, slots)
-        logprobs = full_logprobs(logits, sampled_ids, **self._options)
-        return logprobs, torch.zeros_like(logprobs)
+        return full_scores(logits, sampled_ids, **self._options)
 
 
 class HiddenStates:

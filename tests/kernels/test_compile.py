@@ -383,6 +383,12 @@ LAUNCHES = {
     "LM head of 512, hidden, wide rows": lm_head_cells_of(
         "_grad_hidden_pieces_kernel", 512, (128, 0.5), (128, 1.0)
     ),
+    "LM head of 520, hidden, cells": lm_head_cells_of(
+        "_grad_hidden_cells_kernel", 520, (128, 0.5), (128, 1.0)
+    ),
+    "LM head of 520, hidden, wide rows": lm_head_cells_of(
+        "_grad_hidden_pieces_kernel", 520, (128, 0.5), (128, 1.0)
+    ),
     "LM head of 512, weight, cells": lm_head_cells_of(
         "_grad_weight_kernel", 512, (128, 0.5), (128, 1.0)
     ),

@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packhorse.kernels import support
-from packhorse.kernels.support import SupportScores, full_logprobs, support_logprobs
+from packhorse.kernels import support, support_full
+from packhorse.kernels.support import SupportScores, support_logprobs
+from packhorse.kernels.support_full import full_logprobs, full_scores
 from packhorse.testing import assert_within_budget
 from tests.conftest import INTERPRET
 from tests.kernels.support_oracle import (
@@ -248,6 +249,36 @@ def test_the_whole_vocabulary_as_support_is_the_full_softmax(device):
     assert_within_budget(full, dense, exact, factor=2)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_full_scores_are_the_dense_softmax_and_its_entropy(dtype, device, monkeypatch):
+    """Logits of -inf have no part in it; with pad columns, a negative target and several chunks."""
+    logits, _, sampled = draw(40, 33, 8, dtype=dtype, device=device, seed=4)
+    sampled = sampled % 30
+    sampled[::7] = -1
+    logits.requires_grad_()
+    monkeypatch.setattr(support_full, "_CHUNK_ELEMENTS", 33 * 9)
+    options = {"temperature": 0.8, "vocab_size": 30}
+    scores = full_scores(logits, sampled, **options)
+    assert torch.equal(scores.logprobs, full_logprobs(logits, sampled, **options))
+    found = torch.autograd.grad(scores.logprobs.sum() + 3 * scores.entropy.sum(), logits)[0]
+    exact = logits.detach().double().requires_grad_()
+    log_p = (exact[:, :30] / 0.8).log_softmax(1)
+    p = log_p.exp()
+    entropy = -torch.where(p > 0, p * log_p.clamp(min=-1e4), 0.0).sum(1)
+    chosen = log_p.gather(1, sampled.clamp(min=0)[:, None]).squeeze(1)
+    kept = (sampled >= 0) & (chosen > -INF)
+    unit = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    bound = {"rtol": 16 * unit, "atol": 64 * unit}
+    for x, y in ((scores.logprobs, chosen), (scores.entropy, entropy)):
+        torch.testing.assert_close(x[kept].double(), y[kept], **bound)
+        assert not x[sampled < 0].any()
+    expected = torch.autograd.grad(chosen[kept].sum() + 3 * entropy[kept].sum(), exact)[0]
+    rounded = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 64 * unit}
+    torch.testing.assert_close(found[kept].double(), expected[kept], **rounded)
+    assert not found[sampled < 0].any()
+    assert not found[:, 30:].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_logits_score_as_the_same_logits_in_float32(dtype, device):
     half, ids, sampled = draw(64, 50, 12, dtype=dtype, device=device, seed=5)
@@ -373,6 +404,9 @@ def test_gradcheck(temperature, device):
     targets = torch.tensor([0, 3, -1, 5, -100, 2], device=device)
     assert torch.autograd.gradcheck(
         lambda x: full_logprobs(x, targets, temperature=temperature), finite
+    )
+    assert torch.autograd.gradcheck(
+        lambda x: tuple(full_scores(x, targets, temperature=temperature)), finite
     )
 
 

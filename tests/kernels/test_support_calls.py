@@ -7,8 +7,9 @@ import torch
 import torch._dynamo.testing
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from packhorse.kernels import support
-from packhorse.kernels.support import SupportScores, full_logprobs, support_logprobs
+from packhorse.kernels import support, support_full
+from packhorse.kernels.support import SupportScores, support_logprobs
+from packhorse.kernels.support_full import full_logprobs
 from packhorse.testing import assert_within_budget
 from tests.conftest import INTERPRET
 from tests.kernels.support_oracle import (
@@ -199,7 +200,7 @@ def test_compiles_whole_and_once(device):
 @pytest.mark.parametrize("chunk_elements", [1, 200, 1 << 24])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_full_matches_the_loops_in_any_chunking(dtype, chunk_elements, device, monkeypatch):
-    monkeypatch.setattr(support, "_CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(support_full, "_CHUNK_ELEMENTS", chunk_elements)
     logits, _, sampled = draw(33, 70, 8, dtype=dtype, device=device, seed=10)
     sampled = sampled.where(sampled < 70, -100)
     finite = logits.gather(1, sampled.clamp(min=0)[:, None]).squeeze(1) > -INF
@@ -220,7 +221,7 @@ def test_full_matches_the_loops_in_any_chunking(dtype, chunk_elements, device, m
 
 
 def test_full_holds_few_widened_logits_at_once(device, monkeypatch):
-    monkeypatch.setattr(support, "_CHUNK_ELEMENTS", 2 * 1024)
+    monkeypatch.setattr(support_full, "_CHUNK_ELEMENTS", 2 * 1024)
     logits, _, sampled = draw(32, 1024, 4, dtype=torch.bfloat16, device=device)
     logits, sampled = logits.requires_grad_(), sampled % 1024
     with Results() as forward:
@@ -259,7 +260,7 @@ def test_pad_columns_never_enter_and_get_no_gradient(
     pad, dtype, chunk_elements, device, monkeypatch
 ):
     """Against the same logits without them. What the pad columns hold is mostly no number."""
-    monkeypatch.setattr(support, "_CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(support_full, "_CHUNK_ELEMENTS", chunk_elements)
     true, ids, sampled = draw(33, 70, 8, dtype=dtype, device=device, seed=12)
     filler = torch.tensor([NAN, INF, 1e4], device=device).repeat(33, 9)[:, :pad].to(dtype)
     padded = torch.cat([true, filler], 1).requires_grad_()
@@ -314,7 +315,7 @@ def test_a_padded_vocabulary_compiles_whole(vocab_size, device):
 
 
 def test_a_padded_vocabulary_makes_nothing_of_its_size_but_the_gradient(device, monkeypatch):
-    monkeypatch.setattr(support, "_CHUNK_ELEMENTS", 2 * 1024)
+    monkeypatch.setattr(support_full, "_CHUNK_ELEMENTS", 2 * 1024)
     logits, ids, sampled = draw(32, 1024, 4, dtype=torch.bfloat16, device=device)
     logits.requires_grad_()
     with Results() as forward:

@@ -93,7 +93,8 @@ def score_loop(case: Case, temperature: float, full=(), support=True):
             total = np.log(sum(np.exp(z[c]) for c in members))
             p = {c: np.exp(z[c] - total) for c in members}
             logprobs.append(z[sampled] - total)
-            entropies.append(0.0 if everything else -sum(q * np.log(q) for q in p.values()))
+            replaced = support and everything  # of another distribution than the rollout's
+            entropies.append(0.0 if replaced else -sum(q * np.log(q) for q in p.values()))
             for c, q in p.items():
                 gradient[place][c] += len(logprobs) * ((c == sampled) - q) / temperature
     return np.array(logprobs), np.array(entropies), gradient
@@ -309,17 +310,18 @@ def test_fields_keep_their_dtypes(dtype, device):
     assert scores.num_ignored.shape == ()
 
 
-def test_the_entropy_differentiates():
+@pytest.mark.parametrize("support", [True, False], ids=["support", "vocabulary"])
+def test_the_entropy_differentiates(support):
     """In float64 against central differences of the loop's entropies."""
     case = Case("thd", "cpu")
+    over = {"support": case.packed_support} if support else {"response_lengths": RESPONSES}
     weights = torch.arange(1, sum(RESPONSES) + 1)
 
     def total() -> float:
-        return float((torch.from_numpy(score_loop(case, 0.7)[1]) * weights).sum())
+        entropies = score_loop(case, 0.7, support=support)[1]
+        return float((torch.from_numpy(entropies) * weights).sum())
 
-    scores = score_microbatch(
-        case.logits, case.layout, case.token_ids, case.packed_support, temperature=0.7
-    )
+    scores = score_microbatch(case.logits, case.layout, case.token_ids, temperature=0.7, **over)
     (gradient,) = torch.autograd.grad((scores.entropy.values * weights).sum(), case.logits)
     for place in (case.place(0, 2), case.place(1, 6), case.place(3, 3)):
         token = int(gradient[place].abs().argmax())
