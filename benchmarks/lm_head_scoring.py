@@ -73,6 +73,15 @@ def draw_ids(num_tokens: int, vocab: int, width: int, law: float, device: str) -
     return places[torch.cat(rows)].int()
 
 
+def draw_ragged(widths: Tensor, vocab: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed int32 ids of rows of ``widths`` [N] from Zipf's law, the rows' offsets [N + 1], and
+    the first id of each row, as if it had been sampled."""
+    count = int(widths.sum())
+    ids = draw_ids(-(-count // 64), vocab, 64, 1.0, device).flatten()[:count].contiguous()
+    offsets = torch.cat([widths.new_zeros(1), widths.cumsum(0)]).to(device)
+    return ids, offsets, ids[offsets[:-1]].long()
+
+
 def log_softmax_of(members: Tensor, ids: Tensor, sampled: Tensor) -> Tensor:
     chosen = (ids == sampled[:, None]).to(members.dtype)
     return (members.log_softmax(1) * chosen).sum(1)

@@ -23,7 +23,7 @@ import torch
 import triton
 from bench_support import row_widths
 from harness import DRY, Case, Cases, Setting, environment
-from lm_head_scoring import draw_ids
+from lm_head_scoring import draw_ids, draw_ragged
 from torch import Tensor
 
 from packhorse import (
@@ -163,11 +163,8 @@ def ragged_scoring(setting: Setting) -> Callable[[], Case]:
         weight = torch.randn(vocab, hidden_size, device=device).to(dtype).requires_grad_()
         widths = row_widths(num_tokens, vocab)
         widths[0] = min(2000, vocab)
-        count = int(widths.sum())
-        ids = draw_ids(-(-count // 64), vocab, 64, 1.0, device).flatten()[:count].contiguous()
-        offsets = torch.cat([widths.new_zeros(1), widths.cumsum(0)]).to(device)
+        ids, offsets, sampled = draw_ragged(widths, vocab, device)
         row_ids = torch.arange(num_tokens, device=device)
-        sampled = ids[offsets[:-1]].long()
         main_grad = torch.zeros(weight.shape, device=device)
 
         def ours(_: int) -> tuple[Tensor, ...]:
@@ -197,11 +194,8 @@ def from_logits(setting: Setting, width: int = 20) -> Callable[[], Case]:
         logits = torch.randn(num_tokens, vocab, device=device).to(torch.bfloat16)
         logits.requires_grad_()
         widths = torch.full((num_tokens,), width) if width else row_widths(num_tokens, vocab)
-        count = int(widths.sum())
-        ids = draw_ids(-(-count // 64), vocab, 64, 1.0, device).flatten()[:count].contiguous()
-        offsets = torch.cat([widths.new_zeros(1), widths.cumsum(0)]).to(device)
+        ids, offsets, sampled = draw_ragged(widths, vocab, device)
         row_ids = torch.arange(num_tokens, device=device)
-        sampled = ids[offsets[:-1]].long()
 
         def ours(_: int) -> tuple[Tensor, ...]:
             if width:
@@ -215,7 +209,7 @@ def from_logits(setting: Setting, width: int = 20) -> Callable[[], Case]:
         # a sector of 32 bytes a member, and the gradient
         return Case(
             tokens=num_tokens,
-            bytes_moved=count * 32 + num_tokens * vocab * 2,
+            bytes_moved=len(ids) * 32 + num_tokens * vocab * 2,
             providers={"packhorse": ours},
             expected=ours,
         )

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from bench_support import row_widths
 from harness import environment
-from lm_head_scoring import captured, draw_ids, milliseconds, peak_bytes
+from lm_head_scoring import captured, draw_ids, draw_ragged, milliseconds, peak_bytes
 from torch import Tensor
 
 from packhorse.kernels.lm_head import lm_head_support_logprobs
@@ -133,13 +133,10 @@ def without_support(sizes: Sizes) -> list[dict[str, Any]]:
 def ragged(sizes: Sizes) -> list[dict[str, Any]]:
     num_tokens = sizes.tokens(1 << 16)
     hidden, weight, main_grad = sizes.head(num_tokens)
-    widths = row_widths(num_tokens, sizes.vocab).numpy()
-    num_ids = int(widths.sum())
-    flat = draw_ids(-(-num_ids // 64), sizes.vocab, 64, 1.0, sizes.device).flatten()[:num_ids]
-    flat = flat.contiguous()
-    offsets = torch.from_numpy(np.concatenate([[0], widths.cumsum()])).to(sizes.device)
+    drawn = row_widths(num_tokens, sizes.vocab)
+    flat, offsets, sampled = draw_ragged(drawn, sizes.vocab, sizes.device)
+    widths, num_ids = drawn.numpy(), len(flat)
     row_ids = torch.arange(num_tokens, device=sizes.device)
-    sampled = flat[offsets[:-1]].long()
 
     def score() -> Tensor:
         return lm_head_ragged_support_logprobs(
@@ -257,13 +254,10 @@ def from_logits(sizes: Sizes) -> list[dict[str, Any]]:
 def ragged_from_logits(sizes: Sizes) -> list[dict[str, Any]]:
     num_tokens = sizes.tokens(16384)
     logits = torch.randn(num_tokens, sizes.vocab, device=sizes.device).bfloat16().requires_grad_()
-    widths = row_widths(num_tokens, sizes.vocab).numpy()
-    num_ids = int(widths.sum())
-    flat = draw_ids(-(-num_ids // 64), sizes.vocab, 64, 1.0, sizes.device).flatten()[:num_ids]
-    flat = flat.contiguous()
-    offsets = torch.from_numpy(np.concatenate([[0], widths.cumsum()])).to(sizes.device)
+    drawn = row_widths(num_tokens, sizes.vocab)
+    flat, offsets, sampled = draw_ragged(drawn, sizes.vocab, sizes.device)
+    widths, num_ids = drawn.numpy(), len(flat)
     row_ids = torch.arange(num_tokens, device=sizes.device)
-    sampled = flat[offsets[:-1]].long()
 
     def score() -> Tensor:
         return ragged_support_logprobs(

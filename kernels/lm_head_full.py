@@ -34,6 +34,7 @@ from packhorse._nvtx import ranged
 from packhorse.kernels.lm_head_checks import Head, check_head, unit_rows
 from packhorse.kernels.support import VocabularyScores, wants_gradients
 from packhorse.kernels.vocabulary_tiles import (
+    finite_top,
     grad_vocabulary_tile,
     shift_sums,
     sum_vocabulary_tile,
@@ -47,7 +48,6 @@ _TOKENS_AT_ONCE: Final = 1 << 13
 _LOGITS_AT_ONCE: Final = 1 << 24
 #: A tile has a multiple of so many ids: its rows are read 16 bytes at a time.
 _ALIGNED_IDS: Final = 256
-_INF: Final = float("inf")
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
@@ -140,7 +140,7 @@ def _score(
     """Returns logprobs [T], entropy [T], and for the backward log sum_v exp z [T]."""
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     sums = hidden.new_zeros((4, hidden.shape[0]), dtype=wide)
-    sums[0].fill_(-_INF)
+    sums[0].fill_(-float("inf"))
     temperature, temperatures = head.operand(temperatures, sums[0])
     row_size = weight.shape[1] if _is_widened(hidden.dtype, hidden.device) else 1
     for ids, of_tokens in _tiles(hidden.shape[0], _num_ids(weight, head), row_size):
@@ -159,7 +159,7 @@ def _score(
         dist.all_reduce(joined, group=head.group)
         (total, spread, chosen), top = joined.unbind(0), peak
     log_total = total.log()
-    shift = torch.where(top == -_INF, 0.0, top)
+    shift = finite_top(top)
     logprobs = chosen - shift - log_total
     logprobs = torch.where(sampled_ids < head.vocab_size, logprobs, float("nan"))
     entropy = log_total - spread / total

@@ -18,11 +18,10 @@ from torch.autograd.function import once_differentiable
 
 from packhorse._nvtx import ranged
 from packhorse.kernels.support import VocabularyScores, check_vocab_size, validate_logits
+from packhorse.kernels.vocabulary_tiles import LEAST
 
 #: Widened logits that ``full_logprobs`` holds at once: 64 MiB of float32.
 _CHUNK_ELEMENTS: Final = 1 << 24
-#: exp of it is 0 in every dtype: what lies below has no probability, and 0 * -inf would be NaN
-_LEAST: Final = -1e4
 
 # --- reference: the specification, and what every device runs -------------------------------------
 
@@ -55,7 +54,7 @@ def full_scores_reference(
         log_totals.append(total.log())
         chosen.append(shifted.gather(1, column[:, None]).squeeze(1))
         if with_entropy:  # sum p (z - max), with 0 for what has no probability
-            spreads.append((weights * shifted.clamp(min=_LEAST)).sum(1) / total)
+            spreads.append((weights * shifted.clamp(min=LEAST)).sum(1) / total)
     row_max, log_total = torch.cat(row_maxs), torch.cat(log_totals)
     logprobs = torch.cat(chosen) - log_total
     logprobs = torch.where(sampled_ids < vocab_size, logprobs, float("nan"))
@@ -97,7 +96,7 @@ def full_scores_backward_reference(
         log_p = _scale(rows[:, :vocab_size], temperature) - m - total
         grad_z = -g * log_p.exp()
         if grad_entropy is not None:
-            grad_z = grad_z - e * log_p.exp() * (log_p.clamp(min=_LEAST) + h)
+            grad_z = grad_z - e * log_p.exp() * (log_p.clamp(min=LEAST) + h)
         grad_z = grad_z.scatter_add_(1, sampled.clamp(0, vocab_size - 1), g)
         out[:, :vocab_size] = torch.where(taken, grad_z, 0.0)
         out[:, vocab_size:] = 0

@@ -31,7 +31,7 @@ from torch import Tensor
 from packhorse.kernels.launch import Launcher, called_directly, kernel_name
 
 #: exp of it is 0 in every dtype: what lies below has no probability, and 0 * -inf would be NaN
-_LEAST: Final = -1e4
+LEAST: Final = -1e4
 _INF: Final = float("inf")
 
 
@@ -54,10 +54,10 @@ def sum_vocabulary_tile_reference(
     chosen += torch.where(sampled, z.gather(1, column), 0.0).squeeze(1)
     peak = torch.maximum(top, z.amax(1))
     moved_total, moved_spread = shift_sums(top, total, spread, peak)
-    z = z.sub_(_finite(peak)[:, None])
+    z = z.sub_(finite_top(peak)[:, None])
     weights = z.exp()
     total.copy_(moved_total + weights.sum(1))
-    spread.copy_(moved_spread + weights.mul_(z.clamp_(min=_LEAST)).sum(1))
+    spread.copy_(moved_spread + weights.mul_(z.clamp_(min=LEAST)).sum(1))
     top.copy_(peak)
 
 
@@ -80,7 +80,7 @@ def grad_vocabulary_tile_reference(
     z, slope = _logits(products, bias, softcap, temperature, temperatures)
     log_p = z.sub_(log_sum[:, None])
     p = log_p.exp()
-    grads = log_p.clamp_(min=_LEAST).add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(g)
+    grads = log_p.clamp_(min=LEAST).add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(g)
     grads.mul_(p).neg_()
     sampled, column = _sampled(sampled_ids, first_id, z.shape[1])
     grads.scatter_(1, column, grads.gather(1, column) + torch.where(sampled, g, 0.0))
@@ -93,13 +93,13 @@ def grad_vocabulary_tile_reference(
 def shift_sums(top: Tensor, total: Tensor, spread: Tensor, peak: Tensor) -> tuple[Tensor, Tensor]:
     """Total and spread, relative to ``peak`` in place of ``top``, which is at most it."""
     # a total of 0 had no logit, or none that is possible; +inf - +inf stays NaN
-    moved = (_finite(top) - _finite(peak)).clamp(min=_LEAST)
+    moved = (finite_top(top) - finite_top(peak)).clamp(min=LEAST)
     moved = torch.where(total == 0, 0.0, moved)
     shrunk = moved.exp()
     return total * shrunk, (spread + moved * total) * shrunk
 
 
-def _finite(top: Tensor) -> Tensor:
+def finite_top(top: Tensor) -> Tensor:
     return torch.where(top == -_INF, 0.0, top)
 
 
