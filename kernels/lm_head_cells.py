@@ -21,12 +21,14 @@ from torch import Tensor
 
 from packhorse.kernels.launch import Launcher, called_directly, kernel_name
 from packhorse.kernels.lm_head_members import (
+    empty_products,
     grad_hidden_reference,
     local_rows,
     slices,
     sum_of_rows,
     widened,
 )
+from packhorse.kernels.members import wide_dtype
 from packhorse.kernels.ragged_members import Rows, cells_of, put_entries
 from packhorse.kernels.rows import move_rows
 
@@ -46,7 +48,7 @@ def project_cells_reference(
 ) -> Tensor:
     """[S, M] logits in parts, here one: 0 where the cell is no member of this shard."""
     rows, here = local_rows(columns, vocab_start, weight.shape[0])
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(hidden)
     out = hidden.new_zeros((1, columns.shape[0]), dtype=wide)
     if hidden.shape[0] == 0:
         return out
@@ -388,10 +390,7 @@ torch.library.impl("packhorse::put_wide_hidden", "CUDA", _put_wide_hidden_cuda)
 
 @torch.library.register_fake("packhorse::project_cells")
 def _project_cells_fake(hidden, _weight, _bias, columns, *_) -> Tensor:
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    plain = hidden.device.type != "cuda" or hidden.dtype == torch.float64
-    parts = 1 if plain else slices(hidden.shape[1])[1]
-    return hidden.new_empty((parts, columns.shape[0]), dtype=wide)
+    return empty_products(hidden, columns)
 
 
 @torch.library.register_fake("packhorse::grad_hidden_of_cells")

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from packhorse.kernels.lm_head_members import add_weight_gradient
+from packhorse.kernels.members import wide_dtype
 from packhorse.kernels.support import (
     LOGITS_DTYPES,
     as_operand,
@@ -166,7 +167,7 @@ def unit_rows(x: Tensor) -> Tensor:
 
 
 def _check_temperatures(name: str, temperature: Tensor, hidden: Tensor) -> Tensor:
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(hidden)
     if temperature.dtype != wide:
         raise TypeError(f"{name}: temperature must be {wide}, got {temperature.dtype}")
     if temperature.shape != hidden.shape[:1] or temperature.device != hidden.device:
@@ -234,7 +235,7 @@ def check_main_grad(name: str, main_grad: Tensor, weight: Tensor) -> None:
     if not isinstance(main_grad, Tensor):
         given = type(main_grad).__name__
         raise TypeError(f"{name}: main_grad must be a tensor, got {given}")
-    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(weight)
     if main_grad.dtype != wide:
         raise TypeError(f"{name}: main_grad must be {wide}, got {main_grad.dtype}")
     if main_grad.shape != weight.shape or main_grad.device != weight.device:

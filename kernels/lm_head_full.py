@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from packhorse._nvtx import ranged
 from packhorse.kernels.lm_head_checks import Head, check_head, unit_rows
+from packhorse.kernels.members import wide_dtype
 from packhorse.kernels.support import VocabularyScores, wants_gradients
 from packhorse.kernels.vocabulary_tiles import (
     finite_top,
@@ -138,7 +139,7 @@ def _score(
     head: Head,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns logprobs [T], entropy [T], and for the backward log sum_v exp z [T]."""
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(hidden)
     sums = hidden.new_zeros((4, hidden.shape[0]), dtype=wide)
     sums[0].fill_(-float("inf"))
     temperature, temperatures = head.operand(temperatures, sums[0])

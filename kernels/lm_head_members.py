@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from packhorse.kernels.launch import Launcher, called_directly, kernel_name
+from packhorse.kernels.members import wide_dtype
 
 #: (token, candidate) products that the reference widens at once
 _PAIRS_AT_ONCE = 1 << 12
@@ -480,12 +481,16 @@ torch.library.impl("packhorse::add_weight_gradient", "CPU", add_weight_gradient_
 torch.library.impl("packhorse::add_weight_gradient", "CUDA", _add_weight_gradient_cuda)
 
 
-@torch.library.register_fake("packhorse::project_members")
-def _project_members_fake(hidden, _weight, _bias, columns, *_) -> Tensor:
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+def empty_products(hidden: Tensor, columns: Tensor) -> Tensor:
+    """[S, ...] of ``columns``' shape: the parts that products with ``hidden`` come in."""
     plain = hidden.device.type != "cuda" or hidden.dtype == torch.float64
     parts = 1 if plain else slices(hidden.shape[1])[1]
-    return hidden.new_empty((parts, *columns.shape), dtype=wide)
+    return hidden.new_empty((parts, *columns.shape), dtype=wide_dtype(hidden))
+
+
+@torch.library.register_fake("packhorse::project_members")
+def _project_members_fake(hidden, _weight, _bias, columns, *_) -> Tensor:
+    return empty_products(hidden, columns)
 
 
 @torch.library.register_fake("packhorse::grad_hidden_of_members")

@@ -81,6 +81,11 @@ def order_support_reference(
     return columns, status, (named.sum(1) - member.sum(1)).to(torch.int32)
 
 
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """What the maths of ``x`` is in, and its scores: float32, float64 for float64."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def sum_parts(logits: Tensor) -> Tensor:
     """[T, C] of [S, T, C], in the order of the parts: torch's own sum takes another."""
     total = logits[0]

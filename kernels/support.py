@@ -55,6 +55,7 @@ from packhorse.kernels.members import (
     grad_members,
     order_support,
     score_members,
+    wide_dtype,
 )
 from packhorse.kernels.rows import check_row_range, check_tensors, checks_values
 from packhorse.kernels.support_logits import put_logit_grads, score_logits
@@ -118,14 +119,14 @@ def _score_logits(
     """Returns the scores, and for the backward: columns [T, C] int32, member_logprobs [T, C]."""
     vocab_size = logits.shape[1] if vocab_size is None else vocab_size
     if shard is None:
-        wide = logits.dtype if logits.dtype == torch.float64 else torch.float32
+        wide = wide_dtype(logits)
         *row, columns, member_logprobs = score_logits(
             logits, support_ids, sampled_ids, vocab_size,
             *as_operand(temperature, logits, wide), row_ids,
         )  # fmt: skip
         return SupportScores(*row), columns, member_logprobs
     columns, known, num_ignored = order_support(support_ids, vocab_size, row_ids)
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(logits)
     local, here = shard.local(columns, logits.shape[1])
     members = torch.where(here, logits.gather(1, local.long()).to(wide), 0.0)
     dist.all_reduce(members, group=shard.group)

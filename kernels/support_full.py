@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from packhorse._nvtx import ranged
+from packhorse.kernels.members import wide_dtype
 from packhorse.kernels.support import VocabularyScores, check_vocab_size, validate_logits
 from packhorse.kernels.vocabulary_tiles import LEAST
 
@@ -28,7 +29,7 @@ _CHUNK_ELEMENTS: Final = 1 << 24
 
 def _scale(x: Tensor, temperature: float) -> Tensor:
     """Widen logits and divide them by the temperature: the one place where that is done."""
-    return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32) / temperature
+    return x.to(wide_dtype(x)) / temperature
 
 
 def full_scores_reference(

@@ -25,6 +25,7 @@ from packhorse.kernels.members import (
     row_tile,
     score_members,
     scored_tile,
+    wide_dtype,
 )
 
 # --- reference: the specification, what CPU tensors run, and rows too wide for one launch ---------
@@ -41,7 +42,7 @@ def score_logits_reference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns logprobs, entropy, status, num_ignored [T], columns and member_logprobs [T, C]."""
     columns, known, num_ignored = order_support(support_ids, vocab_size, row_ids)
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(logits)
     # an entry that is no member reads some column, and its value is never selected
     members = logits.gather(1, columns.clamp(min=0).long()).to(wide)
     logprobs, entropy, status, member_logprobs = score_members(
@@ -240,7 +241,7 @@ torch.library.impl("packhorse::put_logit_grads", "CUDA", _put_logit_grads_cuda)
 @torch.library.register_fake("packhorse::score_logits")
 def _score_logits_fake(logits, support_ids, *_) -> tuple[Tensor, ...]:
     num_tokens = logits.shape[0]
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(logits)
     row = logits.new_empty((num_tokens,), dtype=wide)
     cells = num_tokens, support_ids.shape[1]
     return (

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from packhorse._nvtx import ranged
 from packhorse.kernels.launch import Launcher, called_directly, kernel_name
-from packhorse.kernels.members import gradient_of_cells
+from packhorse.kernels.members import gradient_of_cells, wide_dtype
 from packhorse.kernels.ragged_members import grad_cells_reference
 from packhorse.kernels.ragged_plan import Plan, check_ragged
 from packhorse.kernels.support import (
@@ -60,7 +60,7 @@ def read_cell_logits_reference(
     vocab_start: int,  # id of the first column
 ) -> Tensor:
     """[1, M] float32 (float64) logits: 0 where the cell is no member of this shard."""
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(logits)
     if logits.shape[0] == 0:
         return logits.new_zeros((1, columns.shape[0]), dtype=wide)
     tokens, local, here = _places(logits.shape[1], columns, cell_tokens, vocab_start)
@@ -227,7 +227,7 @@ torch.library.impl("packhorse::put_cell_grads", "CUDA", _put_cell_grads_cuda)
 
 @torch.library.register_fake("packhorse::read_cell_logits")
 def _read_cell_logits_fake(logits, columns, _cell_tokens, _vocab_start) -> Tensor:
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(logits)
     return logits.new_empty((1, columns.shape[0]), dtype=wide)
 
 
